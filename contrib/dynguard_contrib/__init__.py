@@ -1,0 +1,1 @@
+"""Bridges to other frameworks, and drop-in facades of the libraries that dynguard supersedes."""

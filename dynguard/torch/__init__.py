@@ -1,0 +1,1 @@
+"""What needs torch: the gradient source, statistics and, later, recovery, curvature and precision."""

@@ -1,0 +1,1 @@
+"""First-party plugins, found through entry points like anyone else's."""
