@@ -6,10 +6,14 @@ detectors fire at one step, the farthest action wins and only that one is carrie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+if TYPE_CHECKING:
+    from dynguard.findings import Finding
 
 
 class Action(Enum):
@@ -87,10 +91,74 @@ class Verdict(BaseModel):
 
     def intervention(self, step: int, source: str) -> Intervention:
         """The audit record of this verdict."""
-        return Intervention(
-            step=step, action=self.action, subject=self.subject, detector=self.detector, reason=self.reason,
-            source=source, carried_out=self.carried_out,
-        )  # fmt: skip
+        return Intervention(step=step, source=source, **self.model_dump())
 
 
 PROCEED = Verdict(action=Action.PROCEED)
+# Kinds that a further batch can't cure: no new regime to accept, whatever the policy says.
+NON_FINITE = frozenset({"nan_grad", "inf_grad", "nan_loss", "inf_loss", "nan_forward", "nan_buffer", "nonfinite_param"})
+
+
+class Policy(BaseModel):
+    """How findings become one action.
+
+    Attributes:
+        mode: ``guard`` carries actions out; ``observe`` only says what it would have done.
+        max_consecutive_skips: so many steps may be skipped in a row; the next one is decided by ``exhausted``, so that
+            a run is never starved in silence.
+        exhausted: ``accept`` takes the step as a new regime, ``rollback`` goes back to a snapshot, ``raise`` stops.
+            A row of non-finite steps is never accepted: it is rolled back where there is a snapshot, else raised.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mode: Literal["guard", "observe"] = "guard"
+    max_consecutive_skips: int = Field(default=8, ge=1)
+    exhausted: Literal["accept", "rollback", "raise"] = "accept"
+
+
+class Arbiter:
+    """Turns the findings about one step of one source into one verdict, and remembers how many steps were skipped."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.consecutive_skips = 0
+
+    def clean(self) -> None:
+        """A step was taken: the row of skips is over."""
+        self.consecutive_skips = 0
+
+    def decide(self, findings: Sequence[Finding], *, can_roll_back: bool = False) -> Verdict:
+        """The verdict: the farthest action asked for, bounded by the policy."""
+        if not findings:
+            return PROCEED
+        top = max(findings, key=lambda finding: (finding.action.rank, finding.severity.rank))
+        verdict = Verdict(action=top.action, subject=top.subject, detector=top.detector, reason=top.kind)
+        if self.policy.mode == "observe":
+            return verdict.model_copy(update={"carried_out": False})
+        if verdict.action is Action.SKIP:
+            verdict = self._bounded(verdict, findings, can_roll_back)
+        if verdict.action is Action.ROLLBACK and not can_roll_back:
+            verdict = self._without_snapshot(verdict)
+        if verdict.action is Action.SKIP:
+            self.consecutive_skips += 1
+        else:
+            self.consecutive_skips = 0
+        return verdict
+
+    def _bounded(self, verdict: Verdict, findings: Sequence[Finding], can_roll_back: bool) -> Verdict:
+        if self.consecutive_skips < self.policy.max_consecutive_skips:
+            return verdict
+        row = f"{verdict.reason} after {self.consecutive_skips} skipped steps in a row"
+        asked = {f.kind for f in findings if f.action.rank >= Action.SKIP.rank}
+        if asked & NON_FINITE or self.policy.exhausted == "rollback":
+            return verdict.model_copy(update={"action": Action.ROLLBACK if can_roll_back else Action.RAISE, "reason": row})
+        if asked == {"empty_batch"}:
+            return verdict  # there is nothing to learn from it, however often it comes
+        if self.policy.exhausted == "raise":
+            return verdict.model_copy(update={"action": Action.RAISE, "reason": row})
+        return verdict.model_copy(update={"action": Action.PROCEED, "reason": f"{row}: accepted as a new regime"})
+
+    def _without_snapshot(self, verdict: Verdict) -> Verdict:
+        action = Action.SKIP if self.consecutive_skips < self.policy.max_consecutive_skips else Action.RAISE
+        return verdict.model_copy(update={"action": action, "reason": f"{verdict.reason}; no snapshot to roll back to"})

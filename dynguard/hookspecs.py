@@ -218,6 +218,20 @@ class Hooks:
         """
 
     @hookspec
+    def on_run_end(self, run: RunInfo, error: BaseException | None) -> None:
+        """Observer. Called once, after the last event; ``error`` is what ended the run, or None.
+
+        >>> from dynguard import hookimpl
+        >>> from dynguard.testing import run_info, call
+        >>> class Bell:
+        ...     @hookimpl
+        ...     def on_run_end(self, error):
+        ...         print("done" if error is None else f"died of {type(error).__name__}")
+        >>> call(Bell(), "on_run_end", run=run_info(), error=MemoryError())
+        died of MemoryError
+        """
+
+    @hookspec
     def write(self, record: Record) -> None:
         """Sink. Called from the sink's worker thread with each record, in order. May be slow; may not be shared.
 

@@ -30,7 +30,7 @@ def validated(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S
             raise OptionError(f"plugin {plugin!r}: options are keyword-only; got {len(args)} positional. {describe(init)}")
         known = option_names(init)
         for name in kwargs:
-            if name not in known:
+            if name not in known and not _takes_any(init):
                 hint = nearest(name, known) if known else " It takes none."
                 raise OptionError(f"plugin {plugin!r}: unknown option {name!r}.{hint} {describe(init)}".rstrip())
         if not checker:
@@ -42,6 +42,7 @@ def validated(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S
                 raise  # a model inside the plugin's own __init__ said so
             raise OptionError(f"plugin {plugin!r}: {_tell(error, init)}") from None
 
+    wrapper.__dynguard_validated__ = True  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -54,6 +55,10 @@ def _tell(error: ValidationError, init: Callable[..., Any]) -> str:
         else:
             parts.append(f"option {where!r}: {item['msg'].removeprefix('Value error, ')}; got {item['input']!r}.")
     return " ".join(parts) + f" {describe(init)}"
+
+
+def _takes_any(init: Callable[..., Any]) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(init).parameters.values())
 
 
 def option_names(init: Callable[..., Any]) -> list[str]:

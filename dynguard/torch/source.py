@@ -1,0 +1,365 @@
+"""The torch source: one per optimizer. Hooks on the optimizer turn its steps into events and verdicts into deeds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dynguard.errors import SetupError
+from dynguard.events import GradientEvent, ParameterEvent
+from dynguard.torch import names as naming
+from dynguard.torch.statistics import NARROW, Statistics
+
+Hook = tuple[tuple[Any, ...], dict[str, Any]]
+_watched: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Source]] = weakref.WeakKeyDictionary()
+
+
+class Listener(Protocol):
+    """Who is told about the steps of a source."""
+
+    def before_step(self, source: Source, loss: Any) -> None:
+        """Gradients are ready and the update has not run; ``loss`` is what a closure returned, or None."""
+
+    def after_step(self, source: Source) -> None:
+        """The update has run, or was skipped."""
+
+
+class PerGroup(Sequence[float]):
+    """One number per parameter, kept per group: made in no time however many parameters there are."""
+
+    __slots__ = ("_group_of", "_values")
+
+    def __init__(self, values: Sequence[float], group_of: Sequence[int]) -> None:
+        self._values = values
+        self._group_of = group_of
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._values[g] for g in self._group_of[index]]
+        return self._values[self._group_of[index]]
+
+
+class Source:
+    """Watches one optimizer.
+
+    Args:
+        optimizer: the optimizer; one that wraps another (``.optimizer``) is watched at the innermost.
+        known: names by ``id(parameter)``, in the order of the model; parameters outside it get names by position.
+        name: of this source, "" where there is only one.
+        listener: who is told.
+    """
+
+    def __init__(self, optimizer: Optimizer, known: Mapping[int, str], name: str, listener: Listener) -> None:
+        self.name = name
+        self.step = 0
+        self.names: tuple[str, ...] = ()
+        self.parameters: list[nn.Parameter] = []
+        self.rejected: Any = False
+        self.changed = True  # names have changed since they were last told
+        self.skipped = False
+        self._known = dict(known)
+        self._order = {key: i for i, key in enumerate(known)}
+        self._listener = listener
+        self._stash: list[tuple[nn.Parameter, Tensor]] = []
+        self._group_of: list[int] = []
+        self._sizes: list[int] = []
+        self._plain = False
+        self._handles: list[Any] = []
+        self.optimizer = innermost(optimizer)
+        self.watch(self.optimizer)
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Put the hooks on ``optimizer``, taking them off the one watched before (an optimizer made anew)."""
+        other = _watched.get(optimizer)
+        if other is not None and other() is not None and other() is not self:
+            raise SetupError(
+                "this optimizer is already watched by another FlowManager: close() that one first, "
+                "or give both models to one FlowManager(model=[...], optimizer=[...])"
+            )
+        self.detach()
+        self.optimizer = optimizer
+        _watched[optimizer] = weakref.ref(self)
+        self._sizes = []
+        self.refresh()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def detach(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.restore()
+        if self.optimizer in _watched:
+            del _watched[self.optimizer]
+
+    def refresh(self) -> None:
+        """Learn of parameters that joined: known ones in the order of the model first, later ones at the end."""
+        groups = self.optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes
+        group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+        have = {id(p) for p in self.parameters}
+        joined = [
+            (g, i, p) for g, group in enumerate(groups) for i, p in enumerate(group["params"]) if id(p) not in have
+        ]
+        joined.sort(key=lambda item: self._order.get(id(item[2]), len(self._order)))
+        prefix = f"{self.name}." if self.name else ""
+        fresh = [self._known.get(id(p), f"{prefix}group{g}.param{i}") for g, i, p in joined]
+        if self.parameters and joined and not self._handles and set(fresh) == set(self.names):
+            # A successor of the optimizer holds the same parameters by name: an index keeps its meaning.
+            by_name = dict(zip(fresh, (p for _, _, p in joined), strict=True))
+            self.parameters = [by_name[n] for n in self.names]
+        else:
+            self.parameters = [*self.parameters, *(p for _, _, p in joined)]
+            self.names = (*self.names, *fresh)
+            self.changed = True
+        self._group_of = [group_of.get(id(p), 0) for p in self.parameters]
+        kinds = {(p.device, p.layout) for p in self.parameters}
+        self._plain = len(kinds) == 1 and all(p.dtype in NARROW for p in self.parameters)
+
+    def learning_rates(self) -> list[Any]:
+        """Learning rate of each parameter group, as the optimizer holds it (a number, or a tensor if capturable)."""
+        return [group.get("lr", 0.0) for group in self.optimizer.param_groups]
+
+    def gradient_event(self, losses: Sequence[Any], batches: Sequence[Any]) -> GradientEvent:
+        """The event of the step that is about to happen."""
+        gradients = [p.grad for p in self.parameters]
+        scale = getattr(self.optimizer, "grad_scale", None)
+        return GradientEvent(
+            step=self.step,
+            source=self.name,
+            names=self.names,
+            statistics=Statistics(gradients, plain=self._plain, scale=scale if isinstance(scale, Tensor) else None),
+            parameters=self.parameters,
+            gradients=gradients,
+            learning_rates=PerGroup(self.learning_rates(), self._group_of),
+            loss=mean(losses),
+            losses=losses,
+            batches=batches,
+            rejected=self.rejected,
+            scale=scale,
+        )
+
+    def parameter_event(self) -> ParameterEvent:
+        """The event after the update."""
+        statistics = Statistics([p.detach() for p in self.parameters], plain=self._plain)
+        return ParameterEvent(
+            step=self.step,
+            source=self.name,
+            names=self.names,
+            parameters=self.parameters,
+            norms=statistics.norms,
+            learning_rates=PerGroup(self.learning_rates(), self._group_of),
+            skipped=self.skipped,
+        )
+
+    def skip(self) -> None:
+        """Keep the update from happening: without gradients an optimizer leaves weights and state alone.
+
+        The gradients come back after the step, as code that logs or zeroes them expects them to be there.
+        """
+        self.skipped = True
+        for parameter in self._all_parameters():
+            if parameter.grad is not None:
+                self._stash.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def restore(self) -> None:
+        """Put back the gradients that skip() took."""
+        for parameter, gradient in self._stash:
+            if parameter.grad is None:
+                parameter.grad = gradient
+        self._stash = []
+
+    def clip(self, limits: Mapping[str, float], norms: Mapping[str, float]) -> None:
+        """Scale the gradients of the named parameters ("" for all together) down to the given L2 norm."""
+        for subject, limit in limits.items():
+            factor = limit / norms[subject] if norms.get(subject, 0.0) > limit else 1.0
+            chosen = [p.grad for n, p in zip(self.names, self.parameters, strict=True) if subject in ("", n)]
+            for gradient in chosen:
+                if gradient is not None:
+                    gradient.mul_(factor)
+
+    def _all_parameters(self) -> Iterator[Tensor]:
+        return (p for group in self.optimizer.param_groups for p in group["params"])
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hook | None:
+        self.restore()  # of a step that died half-way
+        position = next((i for i, a in enumerate(args[1:], 1) if callable(a)), None)
+        closure = kwargs.get("closure") if position is None else args[position]
+        if closure is None:
+            self._judge(None)
+            return None
+        judged = self._judging(closure)
+        if position is None:
+            return args, {**kwargs, "closure": judged}
+        return (*args[:position], judged, *args[position + 1 :]), kwargs
+
+    def _judging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The user's closure, then the verdict: gradients exist only after the backward inside it."""
+        calls = 0
+
+        def judged() -> Any:
+            nonlocal calls
+            calls += 1
+            loss = closure()
+            if calls == 1:  # LBFGS calls it again within the step; the first is the step's own gradient
+                self._judge(loss)
+            elif self.skipped:
+                self.skip()
+            return loss
+
+        return judged
+
+    def _judge(self, loss: Any) -> None:
+        self.skipped = False
+        with torch.no_grad():
+            self._listener.before_step(self, loss)
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.restore()
+        with torch.no_grad():
+            self._listener.after_step(self)
+        self.step += 1
+
+
+def mean(losses: Sequence[Any]) -> Any:
+    """Mean of the observed losses as 0-d, or None."""
+    if not losses:
+        return None
+    if len(losses) == 1:
+        return losses[0]
+    tensors = [loss for loss in losses if isinstance(loss, Tensor)]
+    if len(tensors) == len(losses):
+        return torch.stack([t.to(tensors[0]) for t in tensors]).mean()
+    return sum(float(loss) for loss in losses) / len(losses)
+
+
+def observed(loss: Any) -> Any:
+    """A loss as 0-d tensor without its graph, in float32 or wider, or a float.
+
+    Raises TypeError where it is neither a number nor a tensor.
+    """
+    if isinstance(loss, Tensor):
+        loss = loss.detach()
+        if loss.is_complex():
+            loss = loss.abs()
+        if loss.dtype not in (torch.float32, torch.float64):
+            loss = loss.float()
+        return loss if loss.ndim == 0 else loss.mean()
+    try:
+        return float(loss)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"flow.observe(loss=...) takes a 0-d tensor or a number; got {type(loss).__name__}"
+        ) from None
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside a wrapper (Accelerate, Lightning); SetupError where there is none."""
+    seen = optimizer
+    for _ in range(8):
+        inner = getattr(seen, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        seen = inner
+    if not isinstance(seen, Optimizer):
+        raise SetupError(f"optimizer must be a torch.optim.Optimizer (one, a list or a dict); got {type(optimizer).__name__}")
+    return seen
+
+
+def make_sources(models: naming.Models, optimizers: Any, listener: Listener) -> list[Source]:
+    """One source per optimizer, with the model's names. Checks what was given and raises SetupError."""
+    known = check_models(models)
+    if isinstance(optimizers, Mapping):
+        named = {str(k): v for k, v in optimizers.items()}
+    elif isinstance(optimizers, (list, tuple)):
+        named = {f"optimizer{i}" if len(optimizers) > 1 else "": o for i, o in enumerate(optimizers)}
+    else:
+        named = {"": optimizers}
+    if not named:
+        raise SetupError("optimizer is empty: give the optimizer that trains the model")
+    inner = {name: innermost(optimizer) for name, optimizer in named.items()}
+    for name, optimizer in inner.items():
+        _check_owned(name, optimizer, known)
+    sources: list[Source] = []
+    try:
+        for name, optimizer in inner.items():
+            sources.append(Source(optimizer, known, name, listener))
+    except SetupError:
+        for source in sources:
+            source.detach()
+        raise
+    return sources
+
+
+def check_models(models: naming.Models) -> dict[int, str]:
+    """Names by ``id(parameter)`` of all models; SetupError where there is nothing to watch."""
+    if not isinstance(models, nn.Module) and not (isinstance(models, (Mapping, Sequence)) and models):
+        raise SetupError(f"model must be a torch.nn.Module (one, a list or a dict); got {type(models).__name__}")
+    pairs = list(naming.named_parameters(models))
+    if not pairs:
+        raise SetupError("the model has no parameters, so there is nothing to watch")
+    meta = [name for name, p in pairs if naming.is_meta(p)]
+    if meta:
+        raise SetupError(
+            f"the model is on the 'meta' device (first: {meta[0]!r}): materialise it, e.g. model.to_empty(device='cpu'), "
+            "before FlowManager(model, ...)"
+        )
+    return {id(p): name for name, p in pairs}
+
+
+def _check_owned(name: str, optimizer: Optimizer, known: Mapping[int, str]) -> None:
+    alien = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if alien:
+        total = sum(len(group["params"]) for group in optimizer.param_groups)
+        which = f"optimizer {name!r}" if name else "the optimizer"
+        raise SetupError(
+            f"{len(alien)} of {total} parameters of {which} are not the model's (first: shape {tuple(alien[0].shape)}). "
+            "Give FlowManager all models it trains: FlowManager([model, head], optimizer); was the model replaced or "
+            "copied after the optimizer was made?"
+        )
+
+
+class Successors:
+    """Finds an optimizer that is made anew for watched parameters while training (a resume, a new phase)."""
+
+    def __init__(self, sources: list[Source]) -> None:
+        self._sources = sources
+        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._handle = register_optimizer_step_pre_hook(self._seen)
+
+    def detach(self) -> None:
+        """Stop looking."""
+        self._handle.remove()
+
+    def _seen(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if optimizer in _watched or optimizer in self._strangers:
+            return
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for source in self._sources:
+            if mine & {id(p) for p in source.parameters}:
+                source.watch(optimizer)
+                return
+        self._strangers.add(optimizer)
+
+
+def rank_and_world() -> tuple[int, int]:
+    """(rank, world size) of torch.distributed; (0, 1) where it is not in use."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1

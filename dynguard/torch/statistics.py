@@ -1,0 +1,142 @@
+"""Statistics of all gradients of a step, each read once, on its own device, in float32 or wider."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+NARROW = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """A real, strided tensor with the same L2 norm and extremes as ``gradient``, sharing its memory where it can.
+
+    A sparse gradient is coalesced first: an uncoalesced one holds a row's duplicates apart, whose sum is the gradient.
+    """
+    gradient = gradient.detach()
+    if gradient.layout is not torch.strided:
+        gradient = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient.values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which statistics of a gradient of ``dtype`` are kept: an fp16 norm overflows at finite entries."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def norms(gradients: Sequence[Tensor | None], *, plain: bool = False) -> Tensor:
+    """L2 norm of every gradient, shape (n,); 0 where there is none.
+
+    float32, or float64 if any gradient is double. On the device of the first gradient, all others being brought
+    there without a host read. Gradients may be sparse, complex, of any dtype and on several devices; ``plain`` says
+    that the parameters are real, at most float32 and on one device, which is tried first.
+    """
+    if plain:
+        try:
+            return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))  # type: ignore[arg-type]
+        except (RuntimeError, TypeError, NotImplementedError):
+            pass  # a missing or sparse gradient: the careful way below takes any
+    return _norms_of_any(gradients)
+
+
+def _norms_of_any(gradients: Sequence[Tensor | None]) -> Tensor:
+    reals = [None if g is None else dense(g) for g in gradients]
+    present = [g for g in reals if g is not None]
+    if not present:
+        return torch.zeros(len(gradients))
+    device = present[0].device
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in present) else torch.float32
+    out = [torch.zeros((), device=device, dtype=dtype)] * len(gradients)
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, g in enumerate(reals):
+        if g is not None and g.numel():
+            groups.setdefault((g.device, g.dtype), []).append(i)
+    for (_, kind), members in groups.items():
+        values = torch._foreach_norm([reals[i] for i in members], 2, dtype=wide(kind))  # type: ignore[misc]
+        for i, value in zip(members, values, strict=True):
+            out[i] = value.to(device=device, dtype=dtype, non_blocking=True)
+    return torch.stack(out)
+
+
+class Statistics:
+    """Lazy statistics of one step's gradients: each is computed on first use and shared by all plugins.
+
+    Args:
+        gradients: one per parameter, None where there is none.
+        plain: whether the parameters are real, at most float32 and on one device.
+        scale: 0-d tensor by which the gradients are still multiplied (fused optimizers under GradScaler), or None.
+        moments: second moments (Adam's v, bias-corrected) by parameter, None where there is none.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[Tensor | None],
+        *,
+        plain: bool = False,
+        scale: Tensor | None = None,
+        moments: Sequence[Tensor | None] = (),
+        previous: Sequence[Tensor | None] = (),
+    ) -> None:
+        self._gradients = gradients
+        self._plain = plain
+        self._scale = scale
+        self._moments = moments
+        self._previous = previous
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """L2 norm of every gradient, shape (n,)."""
+        values = norms(self._gradients, plain=self._plain)
+        return values if self._scale is None else values / self._scale.to(values.device)
+
+    @cached_property
+    def global_norm(self) -> Tensor:
+        """L2 norm of all gradients together, 0-d."""
+        return torch.linalg.vector_norm(self.norms)
+
+    @cached_property
+    def max_abs(self) -> Tensor:
+        """Largest absolute entry of every gradient, shape (n,)."""
+        like = self.norms
+        rows = []
+        for gradient in self._gradients:
+            real = None if gradient is None else dense(gradient)
+            rows.append(
+                like.new_zeros(())
+                if real is None or not real.numel()
+                else torch.linalg.vector_norm(real, float("inf"), dtype=wide(real.dtype)).to(like)
+            )
+        values = torch.stack(rows) if rows else like
+        return values if self._scale is None else values / self._scale.to(values.device)
+
+    @cached_property
+    def rms_ratio(self) -> Tensor:
+        """RMS of g / sqrt(v) by parameter, shape (n,); NaN where there is no second moment."""
+        like = self.norms
+        moments = self._moments or [None] * len(self._gradients)
+        rows = []
+        for gradient, moment in zip(self._gradients, moments, strict=True):
+            if gradient is None or moment is None or gradient.layout is not torch.strided:
+                rows.append(like.new_full((), float("nan")))
+                continue
+            square = dense(gradient).to(wide(gradient.dtype)).square()
+            floor = torch.finfo(torch.float32).tiny
+            rows.append((square / moment.to(square.dtype).clamp_min(floor)).mean().sqrt().to(like))
+        return torch.stack(rows) if rows else like
+
+    @cached_property
+    def cosine(self) -> Tensor:
+        """Cosine of every gradient to that of the last step, shape (n,); NaN where there is no last one."""
+        like = self.norms
+        previous = self._previous or [None] * len(self._gradients)
+        rows = []
+        for gradient, last in zip(self._gradients, previous, strict=True):
+            if gradient is None or last is None or gradient.layout is not torch.strided:
+                rows.append(like.new_full((), float("nan")))
+                continue
+            now, then = (dense(t).flatten().to(wide(t.dtype)) for t in (gradient, last))
+            rows.append(torch.nn.functional.cosine_similarity(now, then, dim=0).to(like))
+        return torch.stack(rows) if rows else like
