@@ -251,6 +251,10 @@ def _one(item: Wanted, options: Mapping[str, Mapping[str, Any]]) -> tuple[str, o
         return item[0], create(item[0], item[1])
     if inspect.isclass(item):
         raise PluginError(f"{item.__name__} is a class; give an instance: plugins=[{item.__name__}()]")
+    if not hooks_of(item):
+        raise PluginError(
+            f"{item!r} is neither a plugin's name, nor (name, options), nor an instance with methods marked @hookimpl"
+        )
     return default_name(item), item
 
 

@@ -309,7 +309,8 @@ def make_sources(models: naming.Models, optimizers: Any, listener: Listener) -> 
 
 def check_models(models: naming.Models) -> dict[int, str]:
     """Names by ``id(parameter)`` of all models; SetupError where there is nothing to watch."""
-    if not isinstance(models, nn.Module) and not (isinstance(models, (Mapping, Sequence)) and models):
+    several = list(models.values()) if isinstance(models, Mapping) else models if isinstance(models, (list, tuple)) else []
+    if not isinstance(models, nn.Module) and not (several and all(isinstance(m, nn.Module) for m in several)):
         raise SetupError(f"model must be a torch.nn.Module (one, a list or a dict); got {type(models).__name__}")
     pairs = list(naming.named_parameters(models))
     if not pairs:

@@ -55,10 +55,25 @@ def _norms_of_any(gradients: Sequence[Tensor | None]) -> Tensor:
         if g is not None and g.numel():
             groups.setdefault((g.device, g.dtype), []).append(i)
     for (_, kind), members in groups.items():
-        values = torch._foreach_norm([reals[i] for i in members], 2, dtype=wide(kind))  # type: ignore[misc]
+        values = _group_norms([reals[i] for i in members], kind)  # type: ignore[misc]
         for i, value in zip(members, values, strict=True):
             out[i] = value.to(device=device, dtype=dtype, non_blocking=True)
     return torch.stack(out)
+
+
+def _group_norms(gradients: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Norms of tensors of one dtype and device; doubles are scaled first, as the square of 1e200 overflows."""
+    if dtype != torch.float64:
+        return torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    return [scaled_norm(g) for g in gradients]
+
+
+def scaled_norm(values: Tensor) -> Tensor:
+    """L2 norm in float64 that overflows only where the norm itself does, 0-d."""
+    wide_values = values.to(torch.float64)
+    largest = torch.linalg.vector_norm(wide_values, float("inf"))
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
+    return unit * torch.linalg.vector_norm(wide_values / unit)
 
 
 class Statistics:
@@ -95,7 +110,8 @@ class Statistics:
     @cached_property
     def global_norm(self) -> Tensor:
         """L2 norm of all gradients together, 0-d."""
-        return torch.linalg.vector_norm(self.norms)
+        norms = self.norms
+        return torch.linalg.vector_norm(norms) if norms.dtype == torch.float32 else scaled_norm(norms)
 
     @cached_property
     def max_abs(self) -> Tensor:
