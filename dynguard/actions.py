@@ -104,7 +104,7 @@ class Policy(BaseModel):
 
     Attributes:
         mode: ``guard`` carries actions out; ``observe`` only says what it would have done.
-        max_consecutive_skips: so many steps may be skipped in a row; the next one is decided by ``exhausted``, so that
+        max_consecutive_skips: so many steps may be skipped or clipped in a row; the next one is decided by ``exhausted``, so that
             a run is never starved in silence.
         exhausted: ``accept`` takes the step as a new regime, ``rollback`` goes back to a snapshot, ``raise`` stops.
             A row of non-finite steps is never accepted: it is rolled back where there is a snapshot, else raised.
@@ -118,15 +118,15 @@ class Policy(BaseModel):
 
 
 class Arbiter:
-    """Turns the findings about one step of one source into one verdict, and remembers how many steps were skipped."""
+    """Turns the findings about one step of one source into one verdict, and remembers how many were held back in a row."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.consecutive_skips = 0
+        self.consecutive = 0
 
     def clean(self) -> None:
         """A step was taken: the row of skips is over."""
-        self.consecutive_skips = 0
+        self.consecutive = 0
 
     def decide(self, findings: Sequence[Finding], *, can_roll_back: bool = False) -> Verdict:
         """The verdict: the farthest action asked for, bounded by the policy."""
@@ -134,22 +134,20 @@ class Arbiter:
             return PROCEED
         top = max(findings, key=lambda finding: (finding.action.rank, finding.severity.rank))
         verdict = Verdict(action=top.action, subject=top.subject, detector=top.detector, reason=top.kind)
-        if self.policy.mode == "observe":
-            return verdict.model_copy(update={"carried_out": False})
-        if verdict.action is Action.SKIP:
+        if verdict.action in (Action.CLIP, Action.SKIP):
             verdict = self._bounded(verdict, findings, can_roll_back)
         if verdict.action is Action.ROLLBACK and not can_roll_back:
             verdict = self._without_snapshot(verdict)
-        if verdict.action is Action.SKIP:
-            self.consecutive_skips += 1
-        else:
-            self.consecutive_skips = 0
+        # Held-back steps count in a dry run too: it must say what a guard would have done.
+        self.consecutive = self.consecutive + 1 if verdict.action in (Action.CLIP, Action.SKIP) else 0
+        if self.policy.mode == "observe":
+            verdict = verdict.model_copy(update={"carried_out": False})
         return verdict
 
     def _bounded(self, verdict: Verdict, findings: Sequence[Finding], can_roll_back: bool) -> Verdict:
-        if self.consecutive_skips < self.policy.max_consecutive_skips:
+        if self.consecutive < self.policy.max_consecutive_skips:
             return verdict
-        row = f"{verdict.reason} after {self.consecutive_skips} skipped steps in a row"
+        row = f"{verdict.reason} after {self.consecutive} steps in a row"
         asked = {f.kind for f in findings if f.action.rank >= Action.SKIP.rank}
         if asked & NON_FINITE or self.policy.exhausted == "rollback":
             return verdict.model_copy(update={"action": Action.ROLLBACK if can_roll_back else Action.RAISE, "reason": row})
@@ -160,5 +158,5 @@ class Arbiter:
         return verdict.model_copy(update={"action": Action.PROCEED, "reason": f"{row}: accepted as a new regime"})
 
     def _without_snapshot(self, verdict: Verdict) -> Verdict:
-        action = Action.SKIP if self.consecutive_skips < self.policy.max_consecutive_skips else Action.RAISE
+        action = Action.SKIP if self.consecutive < self.policy.max_consecutive_skips else Action.RAISE
         return verdict.model_copy(update={"action": action, "reason": f"{verdict.reason}; no snapshot to roll back to"})

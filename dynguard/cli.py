@@ -50,12 +50,14 @@ def dynguard(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Watch the training of neural networks and boosted trees: what goes wrong, why, and repair before it is too late."""
+    """Watch the training of neural networks and boosted trees: say what goes wrong and why, and repair it in time."""
 
 
 @app.command()
 def demo(
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few steps: seconds instead of minutes.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model and few steps: seconds instead of minutes.")
+    ] = False,
     out: Annotated[Path, typer.Option("--out", help="Folder for loss.png, result.json and the run.")] = Path(
         "dynguard-demo"
     ),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from dynguard.torch.demo import Fault, Outcome, Size
 
 SEED = 0
+# The default, but the console in plain lines: a panel of its own would be drawn over the progress bar.
+PLUGINS = ("default", ("console", {"force_terminal": False}))
 PLAIN, GUARDED = "#d55e00", "#0072b2"  # Okabe and Ito's vermilion and blue: told apart by colour-blind eyes too
 
 
@@ -128,11 +132,12 @@ def _train_twice(
             progress.update(bar, advance=1, loss=loss)
 
         plain, _ = train(size, seed=SEED, device=device, guard=None, advance=lambda x: advance(bars["plain"], x))
+        progress.stop_task(bars["plain"])
         if plain.dead_since is not None:
             console.print(f"The plain run's weights are NaN since step {plain.dead_since}: nothing left to train.")
         guarded, flow = train(
             size, seed=SEED, device=device, advance=lambda x: advance(bars["guarded"], x),
-            guard=lambda model, optimizer: FlowManager(model, optimizer, run_dir=run_directory),
+            guard=lambda model, optimizer: FlowManager(model, optimizer, plugins=PLUGINS, run_dir=run_directory),
         )  # fmt: skip
     assert flow is not None
     return plain, guarded, flow
@@ -204,13 +209,20 @@ def _tell(result: Result, out: Path, run_directory: Path, console: Console) -> N
 
 
 def _table(result: Result) -> Table:
-    table = Table(title="What was planted and what the guard made of it")
-    for column in ("step", "planted", "found", "in", "done"):
+    table = Table(title="What was planted, what the guard made of it, and the loss after it", box=box.SIMPLE_HEAD)
+    for column in ("step", "planted", "found", "in", "done", "plain", "guarded"):
         table.add_column(column, overflow="fold")
     for catch in result.catches:
         row = (str(catch.fault.step), catch.fault.text, f"{catch.kind} {catch.evidence}".strip() or "nothing")
-        table.add_row(*map(Text, (*row, catch.subject)), Text(catch.action or "missed", "green" if catch.ok else "red"))
+        after = (f"{_after(run, catch.fault.step):.3f}" for run in (result.plain, result.guarded))
+        done = Text(catch.action or "missed", "green" if catch.ok else "red")
+        table.add_row(*map(Text, (*row, catch.subject)), done, *after)
     return table
+
+
+def _after(outcome: Outcome, step: int) -> float:
+    """Mean training loss of the ten steps that follow."""
+    return statistics.fmean(outcome.losses[step + 1 : step + 11])
 
 
 def _draw(result: Result, path: Path) -> None:
@@ -225,14 +237,14 @@ def _draw(result: Result, path: Path) -> None:
     axes.plot(result.guarded.losses, color=GUARDED, linewidth=1.2, label="guarded")
     for catch in result.catches:
         axes.axvline(catch.fault.step, color="0.6", linestyle=":", zorder=0)
-        label = f" {catch.fault.text}\n {catch.action or 'missed'} {catch.subject}"
-        axes.annotate(label, (catch.fault.step, 0.98), xycoords=("data", "axes fraction"), rotation=90, va="top",
-                      ha="left", fontsize=7.5, color="0.25")  # fmt: skip
+        label = f"{catch.fault.text}\n{catch.action or 'missed'}: {catch.subject}"
+        axes.annotate(label, (catch.fault.step, 0.98), (5, 0), xycoords=("data", "axes fraction"), va="top", ha="left",
+                      textcoords="offset points", rotation=90, fontsize=8, color="0.25")  # fmt: skip
     if result.plain.dead_since is not None:
         last = max(i for i, loss in enumerate(result.plain.losses) if math.isfinite(loss))
         axes.plot(last, result.plain.losses[last], "x", color=PLAIN, markersize=10, markeredgewidth=2.5,
                   label=f"plain run's weights are NaN (step {result.plain.dead_since})")  # fmt: skip
     axes.set_title("One GPT, one seed, the same batches: plain and guarded by dynguard")
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper left")
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=130)

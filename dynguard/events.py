@@ -96,6 +96,7 @@ class GradientEvent:
         batches: the observed batches by micro-batch.
         rejected: whether the *last* step of this source was kept from the weights (skipped or rolled back), as bool or
             0-d bool on the device. A baseline must leave out what was rejected.
+        tables: indices of the parameters that are embedding tables (rows looked up by id).
         scale: factor by which the gradients are still multiplied (a fused optimizer under GradScaler), 0-d or None;
             the statistics are already unscaled.
     """
@@ -111,6 +112,7 @@ class GradientEvent:
     losses: Sequence[Any] = ()
     batches: Sequence[Any] = ()
     rejected: Any = False
+    tables: frozenset[int] = frozenset()
     scale: Any = None
 
     @property

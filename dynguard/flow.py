@@ -289,7 +289,7 @@ class FlowManager:
             if hasattr(plugin, "state_dict"):
                 plugins.update(self._bus.guard(name, "state_dict", lambda n=name, p=plugin: [(n, p.state_dict())]))  # type: ignore[misc]
         sources = {
-            s.name: {"step": s.step, "consecutive_skips": self._judge.arbiter(s.name).consecutive_skips}
+            s.name: {"step": s.step, "consecutive_skips": self._judge.arbiter(s.name).consecutive}
             for s in self._sources
         }
         return {"version": 1, "sources": sources, "plugins": plugins}
@@ -302,7 +302,7 @@ class FlowManager:
             if source.name in state["sources"]:
                 saved = state["sources"][source.name]
                 source.step = saved["step"]
-                self._judge.arbiter(source.name).consecutive_skips = saved["consecutive_skips"]
+                self._judge.arbiter(source.name).consecutive = saved["consecutive_skips"]
                 self._judge.steps = max(self._judge.steps, source.step)
         for name, plugin in self._bus.plugins:
             if name in state["plugins"] and hasattr(plugin, "load_state_dict"):

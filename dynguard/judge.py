@@ -105,7 +105,7 @@ class Judge:
             self.report(found)
             self._act(source, event, verdict, found)
         else:
-            arbiter.consecutive_skips = 0
+            arbiter.consecutive = 0
             source.rejected = False
         if not source.skipped:
             self.bus.adjust(event)
@@ -207,12 +207,16 @@ class Judge:
 
 
 def _limits(found: Sequence[Finding]) -> tuple[dict[str, float], dict[str, float]]:
-    """(limit, norm) by subject, from the evidence ``gradient_limit`` and ``gradient_norm`` of findings that ask to clip."""
+    """(limit, norm) by subject, "" for all gradients together, from the evidence of the findings that ask to clip.
+
+    ``global_limit`` with ``global_norm`` bounds all gradients, ``gradient_limit`` with ``gradient_norm`` the subject's.
+    """
     limits: dict[str, float] = {}
     norms: dict[str, float] = {}
     for finding in found:
-        values = {e.name: e.value for e in finding.evidence if isinstance(e.value, (int, float))}
-        if finding.action is Action.CLIP and "gradient_limit" in values:
-            limits[finding.subject] = float(values["gradient_limit"])
-            norms[finding.subject] = float(values.get("gradient_norm", 0.0))
+        values = {e.name: float(e.value) for e in finding.evidence if isinstance(e.value, (int, float))}
+        for subject, scope in ((finding.subject, "gradient"), ("", "global")):
+            if finding.action is Action.CLIP and f"{scope}_limit" in values:
+                limits[subject] = values[f"{scope}_limit"]
+                norms[subject] = values.get(f"{scope}_norm", 0.0)
     return limits, norms

@@ -25,7 +25,7 @@ HERE = str(Path(__file__).parent) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to guard: what ``--plugins``, ``--run-dir``, ``--mode`` and ``--config`` said; None where they said nothing."""
+    """How to guard: ``--plugins``, ``--run-dir``, ``--mode`` and ``--config``; None where nothing was said."""
 
     plugins: tuple[str, ...] | None = None
     run_dir: Path | None = None
@@ -209,7 +209,7 @@ def _execute(target: str, module: bool) -> BaseException | None:
 
 
 def _run_source(path: str) -> None:
-    """Run a source file as ``__main__``, as python does it: runpy would make sys.argv[0] and __file__ one and the same."""
+    """Run a source file as ``__main__``, as python does: runpy would make sys.argv[0] and __file__ the same."""
     loader = SourceFileLoader("__main__", path)
     main = types.ModuleType("__main__")
     main.__file__, main.__loader__ = path, loader
@@ -245,7 +245,7 @@ def _is_ours(frame: types.TracebackType) -> bool:
 
 def _is_starter(frame: types.TracebackType) -> bool:
     file = frame.tb_frame.f_code.co_filename
-    return file.startswith(HERE) or file == "<frozen runpy>" or file == runpy.__file__
+    return file.startswith((HERE, "<frozen runpy>", "<frozen importlib.")) or file == runpy.__file__
 
 
 def _hidden_when_stopped(frame: types.TracebackType) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from dynguard.findings import Finding, Section
 from dynguard.hookspecs import DETECTORS
@@ -26,13 +28,10 @@ def event_violations(make: Make, arrays: Arrays, extra: Sequence[Any]) -> Iterat
     """Detectors and guards, put through all trials and then through the author's own events."""
     plugin = make()
     yield from _quiet_call(plugin, "on_run_start", run=start_of_run())
+    own = [(_hook_for(event), _as_trial(event)) for event in extra]
     for hook, series in trials(arrays).items():
         if hook in hooks_of(plugin):
-            for trial in series:
-                yield from _one_event(plugin, hook, trial)
-    for event in extra:
-        if _hook_for(event) in hooks_of(plugin):
-            yield from _one_event(plugin, _hook_for(event), _as_trial(event))
+            yield from _series(plugin, hook, [*series, *(trial for wanted, trial in own if wanted == hook)])
     for intervention in interventions():
         yield from _quiet_call(plugin, "on_intervention", intervention=intervention)
     yield from _slow_hooks(plugin)
@@ -54,37 +53,41 @@ def _hook_for(event: Any) -> str:
 
 
 def _quiet_call(plugin: object, hook: str, **arguments: Any) -> Iterator[str]:
-    """Call a hook that answers nothing, if the plugin has it."""
-    if hook not in hooks_of(plugin):
-        return
-    try:
-        answer = call(plugin, hook, **arguments)
-    except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
-        yield f"{hook} raised {_tell(error)}"
-        return
-    if answer is not None:
-        yield f"{hook} returned {_short(answer)}; it should return nothing"
+    """Call a hook whose answer does not matter, if the plugin has it."""
+    if hook in hooks_of(plugin):
+        try:
+            call(plugin, hook, **arguments)
+        except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
+            yield f"{hook} raised {_tell(error)}"
 
 
-def _one_event(plugin: object, hook: str, trial: Trial) -> Iterator[str]:
-    event = trial.make()
+def _series(plugin: object, hook: str, series: Sequence[Trial]) -> Iterator[str]:
+    """Each violation once, with the first event that showed it."""
+    told: set[str] = set()
+    for trial in series:
+        for violation in _one_event(plugin, hook, trial.make()):
+            if violation not in told:
+                told.add(violation)
+                yield f"{hook} {violation} (at {trial.label})"
+
+
+def _one_event(plugin: object, hook: str, event: Any) -> Iterator[str]:
     before = fingerprint(event)
     try:
         with count_reads() as reads:
             answer = call(plugin, hook, event=event)
     except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
-        yield f"{hook} raised {_tell(error)} at {trial.label}"
+        yield f"raised {_tell(error)}"
         return
-    for place in reads.places:
-        yield f"{hook} reads the device: {place}; answer with arrays and read in explain()"
+    yield from (f"reads the device: {place}; answer with arrays and read in explain()" for place in reads.places)
     if hook == "adjust_gradients":
         if answer is not None:
-            yield f"{hook} returned {_short(answer)}; it edits event.gradients in place and returns nothing"
+            yield f"returned {_short(answer)}; it edits event.gradients in place and returns nothing"
         return
     touched = [path for path in changed(before, fingerprint(event)) if path]
     if touched:
-        yield f"{hook} changes the event at {trial.label}: {', '.join(touched[:3])}; detectors only observe"
-    yield from (f"{hook} at {trial.label}: {problem}" for problem in _answer_violations(answer))
+        yield f"changes the event: {', '.join(touched[:3])}; detectors only observe"
+    yield from _answer_violations(answer)
 
 
 def _answer_violations(answer: Any) -> Iterator[str]:
@@ -95,8 +98,13 @@ def _answer_violations(answer: Any) -> Iterator[str]:
         return
     yield from _shape_violations(answer)
     if not callable(answer.explain):
-        yield f"Signal.explain is {_short(answer.explain)}, not a function"
-    elif _any(answer.fired):
+        yield f"answers a Signal whose explain is {_short(answer.explain)}, not a function"
+        return
+    try:
+        _learn(answer)
+    except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
+        yield f"answers a Signal whose learn() raised {_tell(error)}"
+    if _any(answer.fired):
         yield from _explain_violations(answer)
 
 
@@ -105,40 +113,41 @@ def _shape_violations(signal: Signal) -> Iterator[str]:
         value = getattr(signal, field)
         dimensions = getattr(value, "ndim", 0)
         if dimensions > 1:
-            yield f"Signal.{field} has {dimensions} dimensions; it should have 0 or 1"
+            yield f"answers a Signal whose {field} has {dimensions} dimensions; it should have 0 or 1"
     kind = getattr(signal.fired, "dtype", type(signal.fired))
     if "bool" not in str(kind):
-        yield f"Signal.fired is {kind}, not bool"
+        yield f"answers a Signal whose fired is {kind}, not bool"
     if isinstance(signal.score, str) or not hasattr(signal.score, "__float__"):
-        yield f"Signal.score is {_short(signal.score)}, not a number or an array"
+        yield f"answers a Signal whose score is {_short(signal.score)}, not a number or an array"
 
 
 def _explain_violations(signal: Signal) -> Iterator[str]:
     try:
         findings = list(signal.explain())
     except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
-        yield f"explain() raised {_tell(error)}"
+        yield f"answers a Signal whose explain() raised {_tell(error)}"
         return
     for finding in findings:
         if not isinstance(finding, Finding):
-            yield f"explain() gave {_short(finding)}; it should give Findings"
+            yield f"answers a Signal whose explain() gave {_short(finding)}; it should give Findings"
         elif finding.action > signal.action:
-            yield f"a finding asks for {finding.action} but its Signal has action={signal.action}: raise the Signal's"
+            yield f"answers a Signal with action={signal.action} whose finding asks for more: {finding.action}"
 
 
 def _slow_hooks(plugin: object) -> Iterator[str]:
-    for hook, kind in (("diagnose", Finding), ("summarize", Section)):
-        if hook not in hooks_of(plugin):
-            continue
-        try:
-            answer = call(plugin, hook)
-            items = [] if answer is None and hook == "summarize" else [answer] if hook == "summarize" else list(answer)
-        except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
-            yield f"{hook} raised {_tell(error)}"
-            continue
-        yield from (
-            f"{hook} gave {_short(i)}; it should give {kind.__name__}" for i in items if not isinstance(i, kind)
-        )
+    yield from _slow_hook(plugin, "diagnose", Finding, lambda answer: list(answer or ()))
+    yield from _slow_hook(plugin, "summarize", Section, lambda answer: [] if answer is None else [answer])
+
+
+def _slow_hook(plugin: object, hook: str, kind: type, unpack: Callable[[Any], list[Any]]) -> Iterator[str]:
+    if hook not in hooks_of(plugin):
+        return
+    try:
+        items = unpack(call(plugin, hook))
+    except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
+        yield f"{hook} raised {_tell(error)}"
+        return
+    yield from (f"{hook} gave {_short(i)}; it should give a {kind.__name__}" for i in items if not isinstance(i, kind))
 
 
 def state_violations(make: Make, arrays: Arrays) -> Iterator[str]:
@@ -183,13 +192,19 @@ def _resume(plugin: Any, fresh: Any, first: Series, second: Series) -> Iterator[
 
 
 def _answers(plugin: object, series: Series) -> list[Any]:
-    """Fingerprints of the answers and findings, event by event."""
-    given = []
-    for hook, trial in series:
+    """Fingerprints of the answers and findings, event by event; an exception counts as an answer."""
+    return [_answer(plugin, hook, trial) for hook, trial in series]
+
+
+def _answer(plugin: object, hook: str, trial: Trial) -> Any:
+    try:
         answer = call(plugin, hook, event=trial.make())
+        if isinstance(answer, Signal):
+            _learn(answer)
         findings = list(answer.explain()) if isinstance(answer, Signal) and _any(answer.fired) else []
-        given.append((fingerprint(answer), fingerprint(findings)))
-    return given
+    except Exception as error:  # noqa: BLE001 - told already where the hooks are tried
+        return _tell(error)
+    return fingerprint(answer), fingerprint(findings)
 
 
 def sink_violations(make: Make) -> Iterator[str]:
@@ -217,6 +232,16 @@ def _drive_sink(sink: object, directory: str | None, found: list[str]) -> None:
         found += [text + suffix for text in _quiet_call(sink, hook, timeout=1.0)]
 
 
+def _learn(signal: Signal) -> None:
+    """Hand the scores back, as the bus does once it has read them and before anything is explained."""
+    if signal.learn is not None:
+        signal.learn([float(score) for score in np.ravel(_on_host(signal.score))])
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().float().numpy() if is_tensor(value) else value
+
+
 def _any(fired: Any) -> bool:
     return bool(fired.any()) if is_tensor(fired) or hasattr(fired, "any") else bool(fired)
 
@@ -228,8 +253,3 @@ def _tell(error: BaseException) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def unique(violations: Iterable[str], limit: int = 20) -> list[str]:
-    """Violations without repeats, as many as a person will read."""
-    return list(dict.fromkeys(violations))[:limit]

@@ -13,7 +13,7 @@ from typing import Any
 from dynguard.bus import Bus
 from dynguard.errors import PluginError, nearest
 from dynguard.hookspecs import ALL, DETECTORS, SINKS
-from dynguard.testing.behaviour import Make, event_violations, sink_violations, state_violations, unique
+from dynguard.testing.behaviour import Make, event_violations, sink_violations, state_violations
 from dynguard.testing.calls import hooks_of, name_of, parameters_of
 from dynguard.testing.trials import Arrays
 
@@ -45,7 +45,7 @@ def check_plugin(
     chosen = arrays or ("torch" if importlib.util.find_spec("torch") else "numpy")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of the plugin's arithmetic on NaN are its own business
-        violations = unique(_violations(plugin, dict(options or {}), chosen, events))
+        violations = list(dict.fromkeys(_violations(plugin, dict(options or {}), chosen, events)))
     if violations:
         listed = "\n".join(f"  - {violation}" for violation in violations)
         raise AssertionError(f"{name_of(plugin)} breaks the plugin contract:\n{listed}")
@@ -124,7 +124,7 @@ def _option_violations(plugin: type, options: dict[str, Any]) -> Iterator[str]:
         return
     for parameter in list(inspect.signature(inspect.unwrap(init)).parameters.values())[1:]:
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            yield f"option {str(parameter)!r} is not keyword-only: put it after a * in __init__"
+            yield f"option {parameter.name!r} is not keyword-only: put it after a * in __init__"
         elif parameter.annotation is inspect.Parameter.empty:
             yield f"option {parameter.name!r} has no type, so its values are not checked"
     if len(inspect.signature(inspect.unwrap(init)).parameters) > 1:

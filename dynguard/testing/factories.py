@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ def gradient_event(
     loss: Any = None,
     batches: Sequence[Any] = (),
     rejected: Any = False,
+    tables: Collection[str] = (),
     scale: Any = None,
 ) -> GradientEvent:
     """All gradients of one step, named; give either their ``norms`` or the ``gradients`` themselves.
@@ -73,6 +74,7 @@ def gradient_event(
         lr: learning rate of all parameters or of each.
         source, batches, rejected, scale: as in GradientEvent.
         loss: mean loss of the step, or None.
+        tables: names of the parameters that are embedding tables.
     """
     if norms is not None and gradients is not None:
         raise ValueError("gradient_event: give norms or gradients, not both")
@@ -93,6 +95,7 @@ def gradient_event(
         losses=() if observed is None else (observed,),
         batches=tuple(batches),
         rejected=rejected,
+        tables=frozenset(index for index, name in enumerate(names) if name in tables),
         scale=scale,
     )
 

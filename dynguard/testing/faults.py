@@ -118,7 +118,8 @@ def poison_gradient(
 ) -> GradientFault:
     """Set one entry of the gradient of the parameter ``name`` to ``value``; else as :func:`scale_gradient`.
 
-    ``index`` is a position in the parameter, counted flat or as a tuple; in a sparse gradient, one in its values.
+    ``index`` is a position in the parameter, as a tuple or counted flat, from the end where negative; in a sparse
+    gradient it is one in its values.
     """
     shape = tuple(_find(model, name).shape)
     _position(index, shape)
@@ -136,7 +137,8 @@ def _poisoned(gradient: Any, index: int | tuple[int, ...], value: float) -> Any:
 
 def _position(index: int | tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     try:
-        flat = index if isinstance(index, int) else int(np.ravel_multi_index(index, shape))
+        flat = int(np.ravel_multi_index(index, shape)) if isinstance(index, tuple) else index
+        flat += math.prod(shape) if flat < 0 else 0
         return tuple(int(i) for i in np.unravel_index(flat, shape))
     except ValueError as error:
         raise ValueError(f"no entry {index} in a gradient of shape {shape}: {error}") from None

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ METHODS = (
     "__index__",
     "__complex__",
     "__array__",
+    "to",  # only where it names the host
 )
 # Operators whose result (a number, or the size of an array) the host must wait for.
 OPERATORS = frozenset({
@@ -104,7 +105,8 @@ def _patched_methods(reads: DeviceReads) -> Iterator[None]:
 def _noting(reads: DeviceReads, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        reads.note(f"Tensor.{name}")
+        if name != "to" or _to_host(args, kwargs):
+            reads.note(f"Tensor.{name}")
         outer, reads.busy = reads.busy, True
         try:
             return method(tensor, *args, **kwargs)
@@ -115,15 +117,30 @@ def _noting(reads: DeviceReads, name: str, method: Callable[..., Any]) -> Callab
 
 
 def _watched_operators(reads: DeviceReads) -> contextlib.AbstractContextManager[Any]:
-    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = func._schema.name
-            masked = name == "aten::index" and any(i is not None and i.dtype == torch.bool for i in args[1])
-            if masked or (name in OPERATORS and args and isinstance(args[0], torch.Tensor)):
-                reads.note(name)
+            if _reads(func._schema.name, args):
+                reads.note(func._schema.name)
             return func(*args, **(kwargs or {}))
 
     return Watch()  # type: ignore[no-untyped-call]  # as above
+
+
+def _reads(operator: str, args: Sequence[Any]) -> bool:
+    """Whether the host must wait: for a number, or to learn how many entries of a mask are true."""
+    if operator == "aten::index":
+        return _by_mask(args[1])
+    if operator in ("aten::index_put", "aten::index_put_"):
+        return _by_mask(args[1]) and args[2].numel() != 1  # one value is filled in without counting
+    return operator in OPERATORS
+
+
+def _by_mask(indices: Sequence[Any]) -> bool:
+    return any(index is not None and str(index.dtype) in ("torch.bool", "torch.uint8") for index in indices)
+
+
+def _to_host(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``tensor.to(...)`` names the host; a device object may be the tensor's own."""
+    return any(isinstance(value, str) and value.startswith("cpu") for value in (*args, *kwargs.values()))

@@ -141,6 +141,7 @@ def _gradient_maker(
             previous={n: convert(g) for n, g in _clean(step - 1).items()} if step else None,
             second_moments={name: convert(np.full(shape, 0.01, dtype=np.float32)) for name, shape in shapes.items()},
             loss=convert(np.asarray(1.0, dtype=np.float32)),
+            tables=("embedding.weight",),
             **more,
         )
 

@@ -29,7 +29,7 @@ class Size:
     heads: int = 4
     context: int = 64
     batch: int = 16
-    steps: int = 500
+    steps: int = 400
     learning_rate: float = 1e-3
     text_bytes: int = 3_000_000
 
@@ -39,7 +39,7 @@ QUICK = Size(layers=2, width=32, heads=2, context=32, batch=8, steps=120, learni
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One planted fault: at which step, what it is in words, and the layer it is in ("" where the whole batch is bad)."""
+    """One planted fault: its step, what it is in words, and the layer it is in ("" where the whole batch is bad)."""
 
     kind: str
     step: int
@@ -74,7 +74,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
-        return x + self.mlp(self.norm2(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
 
 
 class CharacterGPT(nn.Module):
@@ -211,5 +211,5 @@ def _step(
 
 
 def _finite(model: nn.Module) -> bool:
-    norms = torch._foreach_norm(list(model.parameters()))  # type: ignore[arg-type]  # wants a list of Tensor
+    norms = torch._foreach_norm(list(model.parameters()))
     return bool(torch.stack(norms).isfinite().all())

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Watcher:
         self._attached = 0
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to an optimizer that is new. Raises nothing: a guard that can't be set up must not end the training."""
+        """Attach to an optimizer that is new. Raises nothing: a guard that can't be set up must not end training."""
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
@@ -88,9 +89,10 @@ def is_inside_another(optimizer: torch.optim.Optimizer) -> bool:
     mine = {id(p) for p in _parameters(optimizer)}
     for frame in _frames():
         outer = frame.f_locals.get("self") if frame.f_globals.get("__name__") == "torch.optim.optimizer" else None
-        if isinstance(outer, torch.optim.Optimizer) and outer is not optimizer:
-            if any(id(p) in mine for p in _parameters(outer)):
-                return True
+        if not isinstance(outer, torch.optim.Optimizer) or outer is optimizer:
+            continue
+        if any(id(p) in mine for p in _parameters(outer)):
+            return True
     return False
 
 
@@ -136,20 +138,24 @@ def live_roots() -> list[nn.Module]:
 
 
 def _variable(wanted: object) -> str:
-    """The name of a variable that holds this object, in the functions that called the step or in their modules."""
+    """The name of a variable or attribute of ``self`` that holds it, in the functions that called the step or in their
+    modules; "" where there is none."""
     for frame in _frames():
-        for scope in (frame.f_locals, frame.f_globals):
-            for name, value in scope.items():
-                if value is wanted and name not in ("self", "root", "wanted") and not name.startswith("_"):
-                    return name
+        this = getattr(frame.f_locals.get("self"), "__dict__", {})
+        for scope in (frame.f_locals, this, frame.f_globals):
+            for name, value in list(scope.items()):
+                if value is wanted and not name.startswith("_"):
+                    return str(name)
     return ""
 
 
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(1)
+def _frames() -> Iterator[FrameType]:
+    """The frames of all functions that are running, ours left out, innermost first."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        yield frame
-        frame = frame.f_back  # type: ignore[assignment]  # None at the bottom, which ends the loop
+        if frame.f_globals is not globals():
+            yield frame
+        frame = frame.f_back
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

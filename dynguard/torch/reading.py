@@ -32,115 +32,103 @@ class Reading:
     norms: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
-def flag(value: Any) -> Tensor | bool:
-    """``Signal.fired`` as a 1-d tensor, or as a bool where it is on the host already; TypeError for anything else."""
-    if isinstance(value, Tensor):
-        if value.ndim > 1 or value.is_complex():
-            raise TypeError(f"Signal.fired must be a bool of 0 or 1 dimensions; got {value.dtype} of shape {tuple(value.shape)}")
-        return value.reshape(1) if value.ndim == 0 else value
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    if isinstance(value, np.ndarray) and value.ndim <= 1 and value.dtype == bool:
-        return bool(value.any())
-    raise TypeError(f"Signal.fired must be a bool, or a bool tensor of 0 or 1 dimensions; got {type(value).__name__}")
-
-
 def to_host(packed: Tensor) -> npt.NDArray[Any]:
     """The one place where a clean step reads the device."""
     return packed.cpu().numpy()
 
 
-def read(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Callable[[str, Exception], None]) -> Reading:
-    """Read a step's answers, loss and norms at once.
+@dataclass(slots=True)
+class _Pack:
+    """Tensors to read together, and where each lies in the result."""
+
+    parts: list[Tensor] = field(default_factory=list)
+    length: int = 0
+
+    def add(self, value: Tensor) -> slice:
+        value = value.reshape(1) if value.ndim == 0 else value
+        self.parts.append(value)
+        start, self.length = self.length, self.length + value.shape[0]
+        return slice(start, self.length)
+
+    def read(self, device: torch.device) -> npt.NDArray[Any]:
+        parts = self.parts
+        if any(p.device != device for p in parts):
+            parts = [p.to(device, non_blocking=True) for p in parts]
+        return to_host(torch.cat(parts))
+
+
+Failed = Callable[[str, Exception], object]
+
+
+def _place(value: Any, pack: _Pack, what: str) -> slice | npt.NDArray[Any]:
+    """Where a score or flag will be read, or its value if it is on the host already; TypeError for what is neither."""
+    if isinstance(value, Tensor):
+        if value.ndim > 1 or value.is_complex():
+            raise TypeError(f"Signal.{what} has 0 or 1 dimensions and is real; got {value.dtype} of {tuple(value.shape)}")
+        return pack.add(value)
+    if isinstance(value, (bool, int, float, np.bool_, np.number)):
+        return np.asarray([value])
+    if isinstance(value, np.ndarray) and value.ndim <= 1 and value.dtype.kind in "biuf":
+        return value.reshape(1) if value.ndim == 0 else value
+    raise TypeError(f"Signal.{what} must be a number or a tensor of 0 or 1 dimensions; got {type(value).__name__}")
+
+
+def read(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Failed) -> Reading:
+    """Read a step's answers, loss and norms at once, and hand detectors their scores back.
 
     Args:
         answers: (plugin, Signal) of all detectors; anything else than a Signal is that plugin's failure.
         event: the event they answered to.
         failed: told (plugin, exception) of an answer that can't be read.
     """
-    norms = event.norms
-    parts: list[Tensor] = [norms, event.global_norm.reshape(1)]
-    spans: list[tuple[str, Signal, int]] = []  # answer and how many entries its flag takes
-    sure: list[Answer] = []
-    names: list[str] = ["gradient_norm"]
-    values: dict[str, float] = {}
-    for key, value in (("loss", event.loss), ("lr", event.learning_rates[0] if len(event.learning_rates) else None)):
-        if isinstance(value, Tensor):
-            parts.append(value.reshape(1))
-            names.append(key)
-        elif value is not None:
-            values[key] = float(value)
-    for name, signal in answers:
-        try:
-            _pack_score(name, signal, parts, names, values)
-        except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-            failed(name, error if isinstance(error, TypeError) else TypeError(f"Signal.score: {error}"))
-    for name, signal in answers:
-        if not isinstance(signal, Signal):
-            continue  # told above
-        try:
-            value = flag(signal.fired)
-        except TypeError as error:
-            failed(name, error)
-            continue
-        if isinstance(value, Tensor):
-            if value.numel():
-                parts.append(value)
-                spans.append((name, signal, value.numel()))
-        elif value:
-            sure.append((name, signal))
-    host = _gather(parts, norms)
-    count = norms.shape[0]
-    values.update(zip(names, host[count : count + len(names)].tolist(), strict=True))
-    at = count + len(names)
-    fired = sure
-    for name, signal, length in spans:
-        part = host[at : at + length]
-        at += length
-        if np.count_nonzero(part == 1):  # NaN is not a verdict
-            fired.append((name, signal))
-    return Reading(fired, values, host[:count])
-
-
-def _pack_score(name: str, signal: Any, parts: list[Tensor], names: list[str], values: dict[str, float]) -> None:
-    if not isinstance(signal, Signal):
-        raise TypeError(f"a detector returns a Signal or None; got {type(signal).__name__}")
-    score = signal.score
-    if isinstance(score, Tensor):
-        if score.ndim == 0:
-            parts.append(score.reshape(1))
-            names.append(name)
-    elif isinstance(score, (int, float, np.floating, np.integer)):
-        values[name] = float(score)
-
-
-def _gather(parts: list[Tensor], like: Tensor) -> npt.NDArray[Any]:
-    device = like.device
-    if any(p.device != device for p in parts):
-        parts = [p.to(device, non_blocking=True) for p in parts]
-    return to_host(torch.cat(parts))
-
-
-def any_fired(
-    answers: Sequence[tuple[str, Any]], like: Tensor, failed: Callable[[str, Exception], None]
-) -> list[Answer]:
-    """The answers of which some entry is true, with one host read for all; for hooks whose numbers are not recorded."""
-    parts: list[Tensor] = []
-    unsure: list[Answer] = []
-    fired: list[Answer] = []
+    pack = _Pack()
+    norms = pack.add(event.norms)
+    wanted: dict[str, Any] = {"gradient_norm": event.global_norm}
+    if event.loss is not None:
+        wanted["loss"] = event.loss
+    if len(event.learning_rates):
+        wanted["lr"] = event.learning_rates[0]
+    scalars = {key: _place(value, pack, key) for key, value in wanted.items()}
+    placed: list[tuple[str, Signal, Any, Any]] = []
     for name, signal in answers:
         try:
             if not isinstance(signal, Signal):
                 raise TypeError(f"a detector returns a Signal or None; got {type(signal).__name__}")
-            value = flag(signal.fired)
+            placed.append((name, signal, _place(signal.score, pack, "score"), _place(signal.fired, pack, "fired")))
         except TypeError as error:
             failed(name, error)
-            continue
-        if isinstance(value, Tensor):
-            parts.append((value == 1).any().reshape(1))
-            unsure.append((name, signal))
-        elif value:
+    host = pack.read(event.norms.device)
+
+    def value(place: Any) -> npt.NDArray[Any]:
+        return host[place] if isinstance(place, slice) else place
+
+    values = {key: float(value(place)[0]) for key, place in scalars.items()}
+    fired: list[Answer] = []
+    for name, signal, score, flag in placed:
+        scores = value(score)
+        if len(scores):
+            values[name] = float(scores.max())
+        if signal.learn is not None:
+            try:
+                signal.learn(scores.tolist())
+            except Exception as error:  # noqa: BLE001 - the plugin's failure, not the run's
+                failed(name, error)
+        if np.count_nonzero(value(flag) == 1):  # NaN is not a verdict
             fired.append((name, signal))
-    if parts:
-        fired += [answer for answer, hit in zip(unsure, _gather(parts, like).tolist(), strict=True) if hit]
-    return fired
+    return Reading(fired, values, host[norms])
+
+
+def any_fired(answers: Sequence[tuple[str, Any]], like: Tensor, failed: Failed) -> list[Answer]:
+    """The answers of which some entry is true, with one host read for all; for hooks whose numbers are not recorded."""
+    pack = _Pack()
+    placed: list[tuple[str, Signal, Any]] = []
+    for name, signal in answers:
+        try:
+            if not isinstance(signal, Signal):
+                raise TypeError(f"a detector returns a Signal or None; got {type(signal).__name__}")
+            placed.append((name, signal, _place(signal.fired, pack, "fired")))
+        except TypeError as error:
+            failed(name, error)
+    host = pack.read(like.device) if pack.parts else np.zeros(0)
+    hits = [(n, s, host[p] if isinstance(p, slice) else p) for n, s, p in placed]
+    return [(n, s) for n, s, hit in hits if np.count_nonzero(hit == 1)]

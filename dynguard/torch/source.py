@@ -56,9 +56,17 @@ class Source:
         known: names by ``id(parameter)``, in the order of the model; parameters outside it get names by position.
         name: of this source, "" where there is only one.
         listener: who is told.
+        tables: ``id(parameter)`` of those that are embedding tables.
     """
 
-    def __init__(self, optimizer: Optimizer, known: Mapping[int, str], name: str, listener: Listener) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        known: Mapping[int, str],
+        name: str,
+        listener: Listener,
+        tables: frozenset[int] = frozenset(),
+    ) -> None:
         self.name = name
         self.step = 0
         self.names: tuple[str, ...] = ()
@@ -66,6 +74,8 @@ class Source:
         self.rejected: Any = False
         self.changed = True  # names have changed since they were last told
         self.skipped = False
+        self.tables: frozenset[int] = frozenset()
+        self._table_names = tables
         self._known = dict(known)
         self._order = {key: i for i, key in enumerate(known)}
         self._listener = listener
@@ -128,6 +138,7 @@ class Source:
             self.names = (*self.names, *fresh)
             self.changed = True
         self._group_of = [group_of.get(id(p), 0) for p in self.parameters]
+        self.tables = frozenset(i for i, p in enumerate(self.parameters) if id(p) in self._table_names)
         kinds = {(p.device, p.layout) for p in self.parameters}
         self._plain = len(kinds) == 1 and all(p.dtype in NARROW for p in self.parameters)
 
@@ -151,6 +162,7 @@ class Source:
             losses=losses,
             batches=batches,
             rejected=self.rejected,
+            tables=self.tables,
             scale=scale,
         )
 
@@ -299,7 +311,7 @@ def make_sources(models: naming.Models, optimizers: Any, listener: Listener) -> 
     sources: list[Source] = []
     try:
         for name, optimizer in inner.items():
-            sources.append(Source(optimizer, known, name, listener))
+            sources.append(Source(optimizer, known, name, listener, embedding_tables(models)))
     except SetupError:
         for source in sources:
             source.detach()
@@ -322,6 +334,13 @@ def check_models(models: naming.Models) -> dict[int, str]:
             "before FlowManager(model, ...)"
         )
     return {id(p): name for name, p in pairs}
+
+
+def embedding_tables(models: naming.Models) -> frozenset[int]:
+    """``id(parameter)`` of the weights of all nn.Embedding and nn.EmbeddingBag modules."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = (m for model in naming.modules_by_key(models).values() for m in model.modules())
+    return frozenset(id(m.weight) for m in found if isinstance(m, kinds))
 
 
 def _check_owned(name: str, optimizer: Optimizer, known: Mapping[int, str]) -> None:

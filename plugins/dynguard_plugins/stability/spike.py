@@ -1,25 +1,74 @@
-"""``spike``: a gradient or loss that is non-finite, or leaves its baseline upwards."""
+"""``spike``: a gradient or loss that is non-finite, or leaves its calibrated baseline upwards."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
-from dynguard import Action, Evidence, Finding, Severity, Signal, hookimpl, validated
+from dynguard import Action, Finding, Section, Signal, Table, hookimpl, validated
+from dynguard_plugins.stability.baseline import Baseline, Score, namespace
+from dynguard_plugins.stability.tail import Threshold
+from dynguard_plugins.stability.telling import Facts, tell
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from dynguard.actions import Intervention
     from dynguard.events import GradientEvent
 
-Positive = Annotated[float, Field(gt=0)]
+log = logging.getLogger("dynguard")
+
+STREAMS = ("layers", "global", "loss")
+LEAST_Z = 1.0  # a threshold is never inside the usual range
+LEAST_RATIO = 3.0  # a rise below this is nobody's spike, however unusual
+YOUNG_RATIO = 6.0  # before the thresholds are fitted: this far above the level ...
+YOUNG_RECORD = 3.0  # ... and this far above the largest rise so far
+LOSS_WINDOW = 50.0
+LR_WINDOW = 20.0
+
+
+class Watched:
+    """What is known about one source: baseline, thresholds, and the step that waits to be accepted."""
+
+    def __init__(self, like: Any, layers: int, *, warmup: int, rate: float, calibrate: int) -> None:
+        self.baseline = Baseline(like, layers, warmup)
+        self.thresholds = tuple(
+            Threshold(rate=rate, first=math.inf, least=LEAST_Z, calibrate=calibrate) for _ in STREAMS
+        )
+        self.loss_scale: Any = None
+        self.rate_level: float | None = None
+        self.pending: dict[str, Any] | None = None
+        self.bounds: Any = None
+        self.told = False
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the thresholds come from this run."""
+        return self.thresholds[0].fitted
 
 
 class Spike:
-    """Non-finite gradients and losses, and gradient norms that leave their baseline upwards."""
+    """Non-finite gradients and losses, and norms or losses that leave their calibrated baseline upwards.
+
+    Every layer's log gradient norm is compared with its own level and spread and with what all layers have in common at
+    the same step, the log global norm and the loss with theirs. Thresholds come from the run: peaks over threshold on
+    the scores of accepted steps, so that clean steps alarm at the rate ``false_alarms``. Falling values never alarm;
+    what is non-finite, fired or was rejected never enters a baseline.
+
+    Args:
+        action: what to do about a finite spike. The recurrent weights of an RNN are clipped rather than skipped when
+            this is ``skip``: long sequences are not bad data (Pascanu et al. 2013, "On the difficulty of training
+            recurrent neural networks").
+        nan_action: what to do about a non-finite gradient or loss.
+        false_alarms: expected share of clean steps that alarm, over all layers and streams together.
+        calibrate: accepted steps before the thresholds are fitted; until then only what is far above everything seen
+            alarms.
+        ratio: alarm on a fixed ratio to the level instead of the calibrated thresholds.
+        warmup: accepted steps before a channel can alarm at all.
+    """
 
     @validated
     def __init__(
@@ -27,107 +76,212 @@ class Spike:
         *,
         action: Action = Action.SKIP,
         nan_action: Action = Action.SKIP,
-        ratio: Annotated[float, Field(gt=1)] = 5.0,
-        z: Positive = 8.0,
-        warmup: Annotated[int, Field(ge=1)] = 20,
-        window: Annotated[int, Field(ge=2)] = 100,
+        false_alarms: Annotated[float, Field(gt=0, lt=0.5)] = 1e-4,
+        calibrate: Annotated[int, Field(ge=30)] = 150,
+        ratio: Annotated[float, Field(gt=1)] | None = None,
+        warmup: Annotated[int, Field(ge=1)] = 10,
     ) -> None:
         self.action, self.nan_action = action, nan_action
-        self.ratio, self.z, self.warmup, self.window = ratio, z, warmup, window
-        self._state: dict[str, dict[str, Tensor]] = {}
-        self._pending: dict[str, tuple[Tensor, Tensor]] = {}
+        self.false_alarms, self.calibrate, self.ratio, self.warmup = false_alarms, calibrate, ratio, warmup
+        self._watched: dict[str, Watched] = {}
 
     @hookimpl
     def on_gradients(self, event: GradientEvent) -> Signal:
-        """Score every layer's log-norm against its own mean and spread over the steps that were accepted."""
-        import torch
-
-        norms = event.norms
-        x = torch.cat((norms, event.global_norm.reshape(1))).log()
-        state = self._settled(event, x)
-        spread = (state["var"] + 0.01).sqrt()
-        score = (x - state["mean"]) / spread
-        known = state["count"] >= self.warmup
-        spiking = known & (score > self.z) & (x - state["mean"] > math.log(self.ratio))
-        bad = x.isnan() | x.isposinf()
-        fired = bad.any() | spiking.any()
-        if event.loss is not None:
-            loss = torch.as_tensor(event.loss, device=norms.device)
-            fired = fired | ~loss.isfinite()
-        self._pending[event.source] = (x, x.isfinite() & ~spiking)
-        action = max(self.action, self.nan_action)
+        """Score the step; the arrays stay where they are."""
+        norms, loss = event.norms, event.loss
+        if hasattr(norms, "device") and norms.device.type == "cpu":
+            norms = norms.numpy()  # shares memory: small arrays are several times faster there
+        with np.errstate(all="ignore"):
+            watched = self._settled(event, norms, loss)
+            x, bad = self._channels(norms, event.global_norm, loss, watched)
+            score = watched.baseline.score(x)
+            spiking = self._spiking(watched, event, score)
+            fired = bad | spiking.any()
+            layers = len(norms)
+            streams = _join(score.z[:layers].max(), score.z[layers], score.z[layers + 1])
+        pending = {"x": x, "score": score, "good": score.good & ~spiking, "streams": None, "loss": loss}
+        watched.pending = pending
+        facts = Facts(event, watched.baseline, score, x, spiking, watched.thresholds)
         return Signal(
-            score[:-1].nan_to_num(0.0, 0.0, 0.0).max(), fired, lambda: self._explain(event, x, state, spiking), action
+            streams,
+            fired,
+            lambda: self._explain(facts),
+            max(self.action, self.nan_action),
+            learn=lambda values: pending.update(streams=values),
         )
 
-    def _settled(self, event: GradientEvent, x: Tensor) -> dict[str, Tensor]:
-        """The baseline with the last step in it, unless that was rejected."""
-        import torch
+    def _channels(self, norms: Any, total: Any, loss: Any, watched: Watched) -> tuple[Any, Any]:
+        """(n + 2,) log norms, log global norm and scaled loss, and whether any of them is non-finite."""
+        xp = namespace(norms)
+        if xp is np:
+            value = math.nan if loss is None else float(loss)
+            x = np.empty(len(norms) + 2, norms.dtype)
+            np.log(norms, out=x[:-2])
+            x[-2] = math.log(t) if (t := float(total)) > 0 else -math.inf if t == 0 else t
+            x[-1] = math.asinh(value / watched.loss_scale) if watched.loss_scale else 0.0
+            bad: Any = not math.isfinite(t) or (loss is not None and not math.isfinite(value))
+            return x, bad
+        value = norms.new_tensor(math.nan) if loss is None else xp.as_tensor(loss, dtype=norms.dtype, device=norms.device)
+        scaled = value * 0 if watched.loss_scale is None else xp.asinh(value / watched.loss_scale)
+        x = xp.cat((norms.log(), total.log().reshape(1), scaled.reshape(1)))
+        bad = ~xp.isfinite(total)
+        return x, bad if loss is None else bad | ~xp.isfinite(value)
 
-        state = self._state.get(event.source)
-        if state is None or len(state["mean"]) != len(x):
-            zeros = torch.zeros_like(x)
-            state = {"mean": zeros, "var": zeros.clone(), "count": zeros.clone()}
-            self._pending.pop(event.source, None)
-        pending = self._pending.pop(event.source, None)
-        if pending is not None:
-            value, good = pending
-            if event.rejected is not False:
-                good = good & ~torch.as_tensor(event.rejected, device=good.device)
-            count = state["count"] + good
-            weight = torch.where(good, 1 / count.clamp(1, self.window), torch.zeros_like(count))
-            delta = torch.where(good, value - state["mean"], torch.zeros_like(value))
-            mean = state["mean"] + weight * delta
-            var = (1 - weight) * (state["var"] + weight * delta * delta)
-            state = {"mean": mean, "var": var, "count": count}
-        self._state[event.source] = state
-        return state
+    def _settled(self, event: GradientEvent, norms: Any, loss: Any) -> Watched:
+        """What is known, with the last step in it unless that was rejected."""
+        watched = self._watched.get(event.source)
+        size = len(norms)
+        if watched is None:
+            like = _channel_like(norms)
+            watched = Watched(
+                like, size, warmup=self.warmup, rate=self.false_alarms / len(STREAMS), calibrate=self.calibrate
+            )
+            self._watched[event.source] = watched
+        self._commit(event, watched)
+        if watched.baseline.layers != size:
+            watched.baseline = watched.baseline.grown(_channel_like(norms), size)
+        return watched
 
-    def _explain(self, event: GradientEvent, x: Tensor, state: Mapping[str, Tensor], spiking: Tensor) -> Iterator[Finding]:
-        norms = x[:-1].exp().tolist()
-        loss = None if event.loss is None else float(event.loss)
-        base = Evidence(name="loss", value=loss)
-        bad = [i for i, n in enumerate(norms) if not math.isfinite(n)]
-        if bad:
-            first = bad[0]
-            kind = "nan_grad" if math.isnan(norms[first]) else "inf_grad"
-            yield Finding(
-                kind=kind, severity=Severity.ERROR, step=event.step, subject=event.names[first], action=self.nan_action,
-                premise=f"the gradient of {len(bad)} of {len(norms)} parameters is not finite; first in the model: "
-                f"{event.names[first]}",
-                implies="an update would make weights and optimizer state non-finite for good",
-                expected_effect="weights and optimizer state stay as they were before this batch",
-                evidence=(Evidence(name="gradient_norm", value=norms[first]), base,
-                          Evidence(name="nonfinite_parameters", value=len(bad))), confidence=1.0,
-            )  # fmt: skip
-        elif loss is not None and not math.isfinite(loss):
-            still = all(n == 0 for n in norms)
-            kind = "empty_batch" if still and math.isnan(loss) else "nan_loss" if math.isnan(loss) else "inf_loss"
-            yield Finding(
-                kind=kind, severity=Severity.WARNING if still else Severity.ERROR, step=event.step, action=self.nan_action,
-                premise=f"the loss is {loss} and " + ("every gradient is exactly zero" if still else "gradients are finite"),
-                implies="no target in the batch counts" if still else "the loss is not defined for this batch",
-                expected_effect="momentum and weight decay do not move weights on an empty batch", evidence=(base,),
-            )  # fmt: skip
-        hits = [i for i, hit in enumerate(spiking.tolist()) if hit]
-        if hits and not bad:
-            means = state["mean"].tolist()
-            logs = x.tolist()
-            worst = max(hits, key=lambda i: logs[i] - means[i])
-            subject = event.names[worst] if worst < len(norms) else ""
-            yield Finding(
-                kind="grad_spike", severity=Severity.ERROR, step=event.step, subject=subject, action=self.action,
-                premise=f"gradient norm {math.exp(logs[worst]):.4g}, usually {math.exp(means[worst]):.4g}",
-                implies="one step with this gradient can undo many", expected_effect="the weights do not take this step",
-                evidence=(Evidence(name="gradient_norm", value=math.exp(logs[worst])),
-                          Evidence(name="baseline", value=math.exp(means[worst])),
-                          Evidence(name="ratio", value=math.exp(min(logs[worst] - means[worst], 700))), base),
-            )  # fmt: skip
+    def _commit(self, event: GradientEvent, watched: Watched) -> None:
+        pending, watched.pending = watched.pending, None
+        if pending is None or event.rejected is True:
+            return
+        good = pending["good"]
+        if event.rejected is not False:  # decided on the device
+            good = good & ~event.rejected
+        watched.baseline.accept(pending["x"], pending["score"], good)
+        value = pending.get("loss")
+        if value is not None:
+            _track_loss(watched, value)
+        streams = pending["streams"]
+        if streams is None or not watched.baseline.steps > self.warmup:
+            return
+        fits = [t.add(z) for t, z in zip(watched.thresholds, streams, strict=True) if z > -9.0 or not t.fitted]
+        if any(fits):
+            watched.bounds = None
+            if not watched.told:
+                watched.told = True
+                log.info("spike: calibrated after %d steps: %s", watched.baseline.steps, self._chosen(watched))
+
+    def _spiking(self, watched: Watched, event: GradientEvent, score: Score) -> Any:
+        """(n,) bool: which channels are out of line upwards."""
+        slack = _lr_slack(watched, event)
+        base = watched.baseline
+        known = base.count >= self.warmup
+        if self.ratio is not None:
+            return known & score.good & (score.rise > math.log(self.ratio) + slack)
+        if not watched.fitted:
+            far = math.log(YOUNG_RATIO) + slack
+            over = score.rise > base.record + math.log(YOUNG_RECORD)
+            return known & score.good & over & (score.rise > far) & (score.residual > far)
+        if watched.bounds is None:
+            watched.bounds = _bounds(score.z, base.layers, [t.value for t in watched.thresholds])
+        far = math.log(LEAST_RATIO) + slack
+        return (score.z > watched.bounds) & (score.residual > far) & (score.rise > far)
+
+    def _explain(self, facts: Facts) -> Iterator[Finding]:
+        yield from tell(facts, self.action, self.nan_action)
+
+    @hookimpl
+    def on_intervention(self, intervention: Intervention) -> None:
+        """When the policy accepts a new regime, the present values become the level."""
+        watched = self._watched.get(intervention.source)
+        if intervention.action is Action.PROCEED and watched is not None and watched.pending is not None:
+            watched.baseline.move_to(watched.pending["x"])
+            watched.pending = None
+
+    def _chosen(self, watched: Watched) -> str:
+        return ", ".join(f"{n} z > {t.value:.3g}" for n, t in zip(STREAMS, watched.thresholds, strict=True))
+
+    @hookimpl
+    def summarize(self) -> Section | None:
+        """The thresholds that were learned."""
+        rows = tuple(
+            (source, name, round(threshold.value, 4), watched.baseline.steps)
+            for source, watched in self._watched.items()
+            if watched.fitted
+            for name, threshold in zip(STREAMS, watched.thresholds, strict=True)
+        )
+        if not rows:
+            return None
+        return Section(
+            title="Spike thresholds",
+            text=f"Calibrated for {self.false_alarms:g} false alarms per clean step; z is in units of the distance "
+            "between median and upper decile of the residuals.",
+            tables=(Table(columns=("source", "stream", "threshold", "accepted steps"), rows=rows),),
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """The baselines of all sources."""
-        return {"state": self._state, "pending": self._pending}
+        """Baselines, thresholds and the step that waits, of all sources."""
+        return {
+            source: {
+                "baseline": w.baseline.state_dict(),
+                "thresholds": [t.state_dict() for t in w.thresholds],
+                "loss_scale": w.loss_scale, "rate_level": w.rate_level, "pending": w.pending, "told": w.told,
+            }
+            for source, w in self._watched.items()
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the baselines of ``state_dict()``."""
-        self._state, self._pending = dict(state["state"]), dict(state["pending"])
+        """Take up ``state_dict()``."""
+        self._watched = {}
+        for source, saved in state.items():
+            base = Baseline.from_state(saved["baseline"])
+            watched = Watched(
+                base.level, base.layers, warmup=self.warmup, rate=self.false_alarms / len(STREAMS),
+                calibrate=self.calibrate,
+            )  # fmt: skip
+            watched.baseline = base
+            for threshold, have in zip(watched.thresholds, saved["thresholds"], strict=True):
+                threshold.load_state_dict(have)
+            watched.loss_scale, watched.rate_level = saved["loss_scale"], saved["rate_level"]
+            watched.pending, watched.told = saved["pending"], saved["told"]
+            self._watched[source] = watched
+
+
+def _join(*scalars: Any) -> Any:
+    if isinstance(scalars[0], (np.generic, np.ndarray)):
+        return np.array(scalars)
+    import torch
+
+    return torch.stack(scalars)
+
+
+def _channel_like(norms: Any) -> Any:
+    xp = namespace(norms)
+    if xp is np:
+        return np.zeros(len(norms) + 2, norms.dtype)
+    return norms.new_zeros(len(norms) + 2)
+
+
+def _bounds(like: Any, layers: int, values: list[float]) -> Any:
+    """(n,) thresholds: the layers' own, then that of the global norm and of the loss."""
+    xp = namespace(like)
+    bounds = xp.zeros_like(like)
+    bounds[:layers] = values[0]
+    bounds[layers] = values[1]
+    bounds[layers + 1] = values[2]
+    return bounds
+
+
+def _lr_slack(watched: Watched, event: GradientEvent) -> float:
+    """Log units of rise to allow because the learning rate has just risen (restarts, warm-up)."""
+    rate = event.learning_rates[0] if len(event.learning_rates) else None
+    if not isinstance(rate, (int, float)) or rate <= 0:
+        return 0.0
+    level = watched.rate_level
+    if level is None:
+        watched.rate_level = rate
+        return 0.0
+    watched.rate_level = level + (rate - level) / LR_WINDOW
+    return max(0.0, math.log(rate / level) - math.log(2.0)) if level > 0 else 0.0
+
+
+def _track_loss(watched: Watched, loss: Any) -> None:
+    """Running mean of |loss|: the unit in which the loss is judged."""
+    size = abs(loss)
+    if watched.loss_scale is None:
+        watched.loss_scale = size
+    else:
+        weight = 1.0 / min(watched.baseline.steps, LOSS_WINDOW)
+        watched.loss_scale = watched.loss_scale + weight * (size - watched.loss_scale)

@@ -1,0 +1,165 @@
+"""Poison-proof baselines of many channels at once, on numpy arrays or on device tensors alike.
+
+A channel is a log gradient norm (one per layer), the log global norm or the loss. Each has a running level, and what is
+left after it (and after what the layers have in common) has running quantiles. Nothing here reads the device.
+
+Why quantiles and not a standard deviation: a log-norm's lower tail can be long (a scalar bias whose gradient passes
+zero) while its upper tail is short; only the upper side says how unusual a rise is. They are tracked by stochastic
+approximation (Robbins and Monro 1951; Tierney 1983, "A space-efficient recursive procedure for estimating a quantile"),
+whose step does not depend on how far out a value lies, so a spike that slips in moves them no more than any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+LEVEL_WINDOW = 20.0  # steps over which the level follows
+SPREAD_WINDOW = 200.0  # steps over which spread, loadings and quantiles follow
+GAIN = 1.5  # of the quantile tracker, in units of the mean absolute residual
+PAD = 0.05  # log units added to every scale: variations below 5% never matter
+COMMON = 0.35  # the common factor is this quantile over layers: a fault in up to 65% of them leaves it alone
+LEAST_SPREAD = 0.02
+
+
+def namespace(array: Any) -> ModuleType:
+    """numpy for arrays, torch for tensors: the few functions used here have the same names in both."""
+    if isinstance(array, np.ndarray):
+        return np
+    import torch
+
+    return torch
+
+
+def kth(array: Any, position: int) -> Any:
+    """The value at ``position`` of the sorted 1-d ``array``, 0-d, without sorting on the host."""
+    if isinstance(array, np.ndarray):
+        return np.partition(array, position)[position]
+    return array.kthvalue(position + 1).values
+
+
+@dataclass(slots=True)
+class Score:
+    """What a step looks like against the baseline; all (n,) but ``common``.
+
+    Attributes:
+        rise: log units above the channel's level.
+        residual: what is left of the rise after the part that all layers share.
+        z: residual above the upper quantile in units of the distance between the quantiles; -9 where not known yet.
+        good: whether the value is finite.
+        common: the layers' common rise, 0-d.
+    """
+
+    rise: Any
+    residual: Any
+    z: Any
+    good: Any
+    common: Any
+
+
+class Baseline:
+    """Level and spread of n channels, of which the first ``layers`` share a common factor.
+
+    Args:
+        like: (n,) array or tensor of the first step, for dtype and device.
+        layers: how many of the channels are layers.
+        warmup: accepted steps after which a channel is known.
+    """
+
+    FIELDS = ("count", "level", "spread", "loading", "low", "high", "record")
+
+    def __init__(self, like: Any, layers: int, warmup: int) -> None:
+        xp = namespace(like)
+        self.layers = layers
+        self.warmup = warmup
+        for name in self.FIELDS:
+            setattr(self, name, xp.zeros_like(like))
+        self.spread += 0.3
+        self.record -= 0.0
+        self.common_power = like[:1] * 0.0
+        self.common_power[:] = 0.0  # also where the first value was not finite
+        self.is_layer = xp.zeros_like(like)
+        self.is_layer[:layers] = 1.0
+        self.steps = 0
+
+    count: Any
+    level: Any
+    spread: Any
+    loading: Any
+    low: Any
+    high: Any
+    record: Any
+
+    def score(self, x: Any) -> Score:
+        """Compare the channels' values ``x``, (n,), with their baselines."""
+        xp = namespace(x)
+        good = xp.isfinite(x)
+        rise = xp.where(good & (self.count > 0), x - self.level, self.spread * 0.0)
+        layers = self.layers
+        if layers > 2:
+            common = kth(rise[:layers], int(COMMON * (layers - 1) + 0.5))
+            share = xp.clip(self.loading / (self.common_power + 1e-9), 0.0, 2.0)
+            residual = rise - share * common
+        else:
+            common = rise[0] * 0.0
+            residual = rise
+        z = (residual - self.high) / (abs(self.high - self.low) + PAD)
+        z = xp.where(good & (self.count >= self.warmup), z, z * 0.0 - 9.0)
+        return Score(rise, residual, z, good, common)
+
+    def accept(self, x: Any, score: Score, good: Any) -> None:
+        """Let a step into the baseline, where ``good`` (n,) bool says so."""
+        xp = namespace(x)
+        self.steps += 1
+        ok = xp.where(good, self.is_layer * 0.0 + 1.0, self.is_layer * 0.0)
+        self.count = self.count + ok
+        inverse = ok / xp.clip(self.count, 1.0, None)
+        fast = xp.clip(inverse, 1.0 / LEVEL_WINDOW, None) * ok
+        slow = xp.clip(inverse, 1.0 / SPREAD_WINDOW, None) * ok
+        fresh = good & (self.count == 1.0)
+        value = xp.where(good, x, self.level)
+        rise = xp.where(good, score.rise, self.level * 0.0)
+        residual = xp.where(good, score.residual, self.level * 0.0)
+        self.level = xp.where(fresh, value, self.level + fast * rise)
+        self.spread = self.spread + slow * (abs(residual) - self.spread)
+        pull = GAIN * (slow**0.5) * xp.clip(self.spread, LEAST_SPREAD, None) * ok
+        self.low = self.low + pull * (xp.where(residual > self.low, ok, ok * 0.0) - 0.5)
+        self.high = self.high + pull * (xp.where(residual > self.high, ok, ok * 0.0) - 0.1)
+        self.record = xp.where(good & (rise > self.record), rise, self.record)
+        if self.steps > 3 and self.layers > 2:
+            weight = 1.0 / min(self.steps, SPREAD_WINDOW)
+            self.common_power = self.common_power + weight * (score.common * score.common - self.common_power)
+            self.loading = self.loading + slow * self.is_layer * (rise * score.common - self.loading)
+
+    def grown(self, like: Any, layers: int) -> Baseline:
+        """The same with room for layers that joined: they follow the known layers and start unknown."""
+        fresh = Baseline(like, layers, self.warmup)
+        for name in self.FIELDS:
+            into, have = getattr(fresh, name), getattr(self, name)
+            into[: self.layers] = have[: self.layers]
+            into[layers:] = have[self.layers :]
+        fresh.common_power, fresh.steps = self.common_power, self.steps
+        return fresh
+
+    def move_to(self, x: Any) -> None:
+        """Take the present values ``x`` as the new level: the regime has changed."""
+        xp = namespace(x)
+        self.level = xp.where(xp.isfinite(x), x, self.level)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All numbers, as they are."""
+        return {
+            **{name: getattr(self, name) for name in (*self.FIELDS, "common_power", "is_layer")},
+            "layers": self.layers, "warmup": self.warmup, "steps": self.steps,
+        }  # fmt: skip
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Baseline:
+        """The baseline that ``state_dict()`` described."""
+        made = cls(state["level"], state["layers"], state["warmup"])
+        for name, value in state.items():
+            setattr(made, name, value)
+        return made
