@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dynguard.arrays import as_on_device
+
 # What Python calls on a tensor to get its value; on an accelerator each waits for the device.
 METHODS = (
     "item",
@@ -60,7 +62,7 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch lea
         for name in METHODS:
             setattr(Tensor, name, self._counted(name, getattr(Tensor, name)))
         try:
-            with self:
+            with as_on_device(), self:
                 yield self
         finally:
             for name, method in before.items():

@@ -68,12 +68,14 @@ def _others() -> str:
 
 
 def show(file: Path, console: Console | None = None) -> None:
-    """Print the report of the history ``file``."""
+    """Print the report of the history ``file``; RunDirectoryError where nothing can be read from it."""
     if console is None:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a layer's name must not end the report on a narrow terminal
         console = Console(highlight=False)
     with History(file) as history:
+        if history.problems and history.run is None and not history.steps:
+            raise RunDirectoryError(f"nothing can be read from {file}: {history.problems[0]}")
         console.print(render(history, blocks=BLOCKS if "utf" in console.encoding.lower() else ASCII_BLOCKS))
 
 

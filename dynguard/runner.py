@@ -96,8 +96,11 @@ def run(target: str, arguments: Sequence[str] = (), *, module: bool = False, set
         raise SetupError(f"no script at {target}")
     settings.check()
     watch = _Watch(settings.keywords())
-    with when_imported(OPTIMIZERS, watch.install), _started_by_python(target, arguments, module):
-        error = _execute(target, module)
+    try:
+        with when_imported(OPTIMIZERS, watch.install), _started_by_python(target, arguments, module):
+            error = _execute(target, module)
+    finally:
+        watch.remove()
     line = watch.close(error)
     code = _exit_code(error)
     print(line, file=sys.stderr)
@@ -123,10 +126,12 @@ class _Watch:
             self.watcher = Watcher(self.keywords, self.home)
         self.watcher.before_step(optimizer)
 
-    def close(self, error: BaseException | None) -> str:
-        """Let go of everything and say in a line what came of it."""
+    def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+    def close(self, error: BaseException | None) -> str:
+        """End the watch and say in a line what came of it."""
         if self.watcher is not None:
             return f"dynguard: {self.watcher.close(error)}"
         why = "no optimizer of torch took a step" if self.handles else "the script did not import torch"

@@ -415,6 +415,8 @@ def test_no_hook_stays_behind(here: Path) -> None:
 
     before = dict(module._global_optimizer_pre_hooks)
     runner.run(write(here / "gan.py", TWO_OPTIMIZERS.replace("range(100)", "range(3)")))
+    with pytest.raises(SetupError):
+        runner.run("gone", module=True)
     assert dict(module._global_optimizer_pre_hooks) == before
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dynguard.arrays import as_on_device
+
 # Tensor methods that hand values to the host. Some do so on the CPU without any operator that could be seen.
 METHODS = (
     "item",
@@ -80,7 +82,7 @@ def count_reads() -> Iterator[DeviceReads]:
     if importlib.util.find_spec("torch") is None:
         yield reads
         return
-    with _patched_methods(reads), _watched_operators(reads):
+    with as_on_device(), _patched_methods(reads), _watched_operators(reads):
         yield reads
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from dynguard import Action, Finding, Section, Signal, Table, hookimpl, validated
+from dynguard.arrays import local
 from dynguard_plugins.stability.baseline import Baseline, Score, namespace
 from dynguard_plugins.stability.tail import Threshold
 from dynguard_plugins.stability.telling import Facts, tell
@@ -88,12 +89,10 @@ class Spike:
     @hookimpl
     def on_gradients(self, event: GradientEvent) -> Signal:
         """Score the step; the arrays stay where they are."""
-        norms, loss = event.norms, event.loss
-        if hasattr(norms, "device") and norms.device.type == "cpu":
-            norms = norms.numpy()  # shares memory: small arrays are several times faster there
+        norms, total, loss = local(event.norms), local(event.global_norm), local(event.loss)
         with np.errstate(all="ignore"):
             watched = self._settled(event, norms, loss)
-            x, bad = self._channels(norms, event.global_norm, loss, watched)
+            x, bad = self._channels(norms, total, loss, watched)
             score = watched.baseline.score(x)
             spiking = self._spiking(watched, event, score)
             fired = bad | spiking.any()
@@ -117,9 +116,9 @@ class Spike:
             value = math.nan if loss is None else float(loss)
             x = np.empty(len(norms) + 2, norms.dtype)
             np.log(norms, out=x[:-2])
-            x[-2] = math.log(t) if (t := float(total)) > 0 else -math.inf if t == 0 else t
-            x[-1] = math.asinh(value / watched.loss_scale) if watched.loss_scale else 0.0
-            bad: Any = not math.isfinite(t) or (loss is not None and not math.isfinite(value))
+            x[-2] = np.log(total)
+            x[-1] = 0.0 if watched.loss_scale is None else np.arcsinh(value / watched.loss_scale)
+            bad: Any = not np.isfinite(total) or (loss is not None and not math.isfinite(value))
             return x, bad
         value = norms.new_tensor(math.nan) if loss is None else xp.as_tensor(loss, dtype=norms.dtype, device=norms.device)
         scaled = value * 0 if watched.loss_scale is None else xp.asinh(value / watched.loss_scale)
