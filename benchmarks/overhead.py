@@ -45,6 +45,7 @@ from benchmarks.reads import HostReads
 from benchmarks.timing import QUICK, Effort, Figure, Work, interleave, quiet, ratios
 from benchmarks.workloads import WORKLOADS, Workload
 from dynguard import FlowManager, hookimpl
+from dynguard.arrays import as_on_device
 from dynguard.bus import Bus
 from dynguard.hookspecs import PROJECT, Hooks
 
@@ -93,6 +94,8 @@ class Trainer:
     def close(self) -> None:
         if self.flow is not None:
             self.flow.close()
+            if self.flow._bus.failures:
+                raise RuntimeError(f"the figures would flatter dynguard: plugins failed: {self.flow._bus.failures}")
         if self.watched is not self.optimizer:
             self.watched.close()
 
@@ -193,8 +196,9 @@ def background(trainer: Trainer, seconds: float) -> float:
 
 def measure_reads(workload: Workload, effort: Effort, folder: Path) -> list[Figure]:
     """Host reads per clean step: those of a guarded step less those of a plain one."""
-    plain = _reads(Trainer(workload, workload.build(), fused=True), effort)
-    guarded = _reads(Trainer(workload, workload.build(), fused=True).guard(folder / "reads"), effort)
+    with as_on_device():  # from the first step on, so that what detectors keep is what they would keep there
+        plain = _reads(Trainer(workload, workload.build(), fused=True), effort)
+        guarded = _reads(Trainer(workload, workload.build(), fused=True).guard(folder / "reads"), effort)
     counts = [count - bare for count, bare in zip(guarded, plain, strict=True)]
     return [Figure.of("reads", workload.name, "dynguard", "per step", counts, most=max(counts), least=min(counts))]
 

@@ -21,7 +21,7 @@ class Effort:
     rounds: int = 25
     calls: int = 20
     block: float = 0.1
-    warm: int = 100  # the bus times each of the first 64 calls of a hook
+    warm: int = 200  # detectors calibrate on the first 150 steps, and the bus times each of the first 64 calls
     peers: bool = True
 
 

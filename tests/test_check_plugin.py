@@ -69,6 +69,11 @@ def test_options_reach_the_plugin() -> None:
     assert "unknown option 'limt'" in violations(Good, options={"limt": 3.0})[0]
 
 
+class Quiet:
+    @hookimpl
+    def on_loss(self, event: Any) -> None: ...
+
+
 class UnknownHook:
     @hookimpl
     def on_gradient(self, event: Any) -> None: ...
@@ -79,17 +84,11 @@ class UnknownArgument:
     def on_loss(self, event: Any, model: Any) -> None: ...
 
 
-class Unmarked:
-    @hookimpl
-    def on_loss(self, event: Any) -> None: ...
-
+class Unmarked(Quiet):
     def on_gradients(self, event: Any) -> None: ...
 
 
-class Both:
-    @hookimpl
-    def on_loss(self, event: Any) -> None: ...
-
+class Both(Quiet):
     @hookimpl
     def adjust_gradients(self, event: Any) -> None: ...
 
@@ -100,35 +99,23 @@ class Wrapper:
         return (yield)
 
 
-class Positional:
+class Positional(Quiet):
     @validated
     def __init__(self, limit: float = 1.0) -> None: ...
 
-    @hookimpl
-    def on_loss(self, event: Any) -> None: ...
 
-
-class Unvalidated:
+class Unvalidated(Quiet):
     def __init__(self, *, limit: float = 1.0) -> None: ...
 
-    @hookimpl
-    def on_loss(self, event: Any) -> None: ...
 
-
-class Swallows:
+class Swallows(Quiet):
     @validated
     def __init__(self, *, limit: float = 1.0, **rest: Any) -> None: ...
 
-    @hookimpl
-    def on_loss(self, event: Any) -> None: ...
 
-
-class Untyped:
+class Untyped(Quiet):
     @validated
     def __init__(self, *, limit=1.0) -> None: ...  # type: ignore[no-untyped-def]
-
-    @hookimpl
-    def on_loss(self, event: Any) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -224,6 +211,31 @@ def test_a_violation_is_told_once_with_the_first_event_that_showed_it() -> None:
             return 3
 
     assert violations(Detector) == ["on_loss returned int 3; it should return a Signal or None (at step 0 (loss 1))"]
+
+
+def test_arrays_that_are_on_the_cpu_anyway_may_be_read() -> None:
+    class Quick:
+        @hookimpl
+        def on_gradients(self, event: Any) -> Signal:
+            norms = event.norms.numpy() if event.norms.device.type == "cpu" else event.norms
+            return Signal(norms.max(), norms.max() > 1e9, list)
+
+    check_plugin(Quick)
+
+
+def test_arrays_of_the_plugins_own_belong_on_the_device_of_the_event() -> None:
+    class Mixes:
+        def __init__(self) -> None:
+            self.level = torch.ones(6)
+
+        @hookimpl
+        def on_gradients(self, event: Any) -> None:
+            if len(event.norms) == 6:
+                self.level = self.level + event.norms
+
+    (found,) = violations(Mixes)
+    assert found.startswith("on_gradients raised RuntimeError off the CPU: ")
+    assert "meta" in found
 
 
 def test_scores_are_handed_back_as_the_bus_does() -> None:
@@ -339,60 +351,3 @@ class BadLoader(Good):
 )
 def test_state_that_does_not_survive_is_told(plugin: type, words: str) -> None:
     assert any(words in violation for violation in violations(plugin)), violations(plugin)
-
-
-# -- sinks
-
-
-def test_a_sink_is_given_every_kind_of_record_on_another_thread() -> None:
-    seen: set[str] = set()
-    threads: set[int] = set()
-
-    class Sink(MemorySink):
-        @hookimpl
-        def write(self, record: Any) -> None:
-            seen.add(type(record).__name__)
-            threads.add(threading.get_ident())
-
-    check_plugin(Sink)
-    assert seen == {"RunStart", "Names", "Metrics", "Finding", "Intervention", "Section", "RunEnd"}
-    assert threading.get_ident() not in threads
-
-
-def test_a_sink_that_fails_is_told_with_the_record() -> None:
-    class Sink:
-        directory: Any = None
-
-        @hookimpl
-        def on_run_start(self, run: Any) -> None:
-            self.directory = run.directory
-
-        @hookimpl
-        def write(self, record: Any) -> None:
-            if type(record).__name__ == "Names":
-                raise NotImplementedError("names")
-            _ = self.directory / "file"
-
-        @hookimpl
-        def close(self, timeout: float) -> None:
-            raise OSError("gone")
-
-    found = violations(Sink)
-    assert "write raised NotImplementedError: names, given Names" in found
-    assert "close raised OSError: gone" in found
-    assert any("unsupported operand" in text and "without a directory" in text for text in found)
-
-
-def test_a_sink_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dynguard.testing import behaviour
-
-    monkeypatch.setattr(behaviour, "DEADLINE_S", 0.1)
-    release = threading.Event()
-
-    class Hangs(MemorySink):
-        @hookimpl
-        def close(self, timeout: float) -> None:
-            release.wait(30)
-
-    assert any("still works" in text for text in violations(Hangs))
-    release.set()

@@ -10,11 +10,13 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dynguard.delivery
 from dynguard.delivery import Delivery, Lane
 from dynguard.findings import Finding, Metrics, Names, Record, RunEnd
 
@@ -322,6 +324,26 @@ def test_records_from_many_threads_all_arrive() -> None:
         thread.join()
     assert delivery.close(LONG) == {}
     assert sorted(getattr(record, "step", -1) for record in sink.records) == list(range(8000))
+
+
+def test_order_holds_for_records_that_arrive_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = Collector()
+    delivery = Delivery([sink.lane], interval=10 * LONG)
+    late: list[Record] = [Finding(kind="grad_spike", step=1), Metrics(2, {})]
+    look = dynguard.delivery._pop
+
+    def meanwhile(waiting: Any) -> Any:
+        found = look(waiting)
+        if late and found is None:  # the worker has just seen that no finding waits
+            for record in (late.pop(0), late.pop(0)):
+                delivery.put(record)
+        return found
+
+    monkeypatch.setattr(dynguard.delivery, "_pop", meanwhile)
+    delivery.put(Metrics(0, {}), urgent=True)
+    assert eventually(lambda: not late)
+    assert delivery.close(LONG) == {}
+    assert [getattr(record, "step", None) for record in sink.records] == [0, 1, 2]
 
 
 def test_without_threads_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

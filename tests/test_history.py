@@ -23,7 +23,19 @@ from hypothesis import strategies as st
 from dynguard import history_writer
 from dynguard.actions import Action, Intervention
 from dynguard.errors import RunDirectoryError
-from dynguard.findings import Evidence, Figure, Finding, Metrics, Names, Prescription, RunEnd, RunStart, Section, Table
+from dynguard.findings import (
+    Evidence,
+    Figure,
+    Finding,
+    Metrics,
+    Names,
+    Prescription,
+    Record,
+    RunEnd,
+    RunStart,
+    Section,
+    Table,
+)
 from dynguard.history import History, HistoryWriter, create_run_directory
 
 LONG = 60.0
@@ -147,7 +159,7 @@ def test_every_kind_of_record_comes_back(tmp_path: Path) -> None:
 def test_metrics_come_back_as_they_were(tmp_path: Path) -> None:
     losses = [1.5, NAN, INF, -INF, 1e300, 0.1]
     norms = [np.array([step, NAN, INF if step == 2 else 3e38], np.float32) for step in range(6)]
-    records = [Names("gradient_norm", ("a", "b", "c"), "adam")]
+    records: list[Record] = [Names("gradient_norm", ("a", "b", "c"), "adam")]
     records += [
         Metrics(step, {"loss": losses[step], "lr": 0.1}, {"gradient_norm": norms[step]}, "adam") for step in range(6)
     ]
@@ -181,9 +193,9 @@ def test_names_that_come_later_and_vectors_that_grow(tmp_path: Path) -> None:
     writer = HistoryWriter(tmp_path)
     for step in range(6):
         values = {"loss": 1.0} | ({"lr": 0.5} if step >= 3 else {})
-        vectors = {"norm": np.arange(2 if step < 2 else 4, dtype=np.float32)} | (
-            {"score": np.ones(1)} if step == 5 else {}
-        )
+        vectors = {"norm": np.arange(2 if step < 2 else 4, dtype=np.float32)}
+        if step == 5:
+            vectors["score"] = np.ones(1, np.float32)
         writer.write(Metrics(step, values, vectors))
         writer.flush()
     writer.write(Metrics(5, {"sharpness": 9.0}))  # a second record of the same step
@@ -214,7 +226,9 @@ def test_hostile_names_and_values_come_back(data: st.DataObject) -> None:
     values = data.draw(st.dictionaries(names, numbers, max_size=4))
     entries = data.draw(st.lists(st.floats(width=32), max_size=5))
     labels = tuple(data.draw(names) for _ in entries)
-    finding = Finding(kind="nan_grad", step=3, subject=subject, source=source, evidence=[{"name": subject, "value": 1}])
+    finding = Finding(
+        kind="nan_grad", step=3, subject=subject, source=source, evidence=(Evidence(name=subject, value=1),)
+    )
     array = np.array(entries, np.float32)
     with tempfile.TemporaryDirectory() as directory:
         fill(
@@ -269,7 +283,8 @@ def test_a_plugin_that_invents_names_does_not_grow_the_file_for_ever(
 ) -> None:
     monkeypatch.setattr(history_writer, "MAX_SCALARS", 10)
     monkeypatch.setattr(history_writer, "MAX_VECTOR", 10)
-    fill(tmp_path, [Metrics(s, {f"at step {s}": 1.0}, {f"v{s}": np.ones(4), "v": np.ones(2)}) for s in range(50)])
+    four, two = np.ones(4, np.float32), np.ones(2, np.float32)
+    fill(tmp_path, [Metrics(s, {f"at step {s}": 1.0}, {f"v{s}": four, "v": two}) for s in range(50)])
     with History(tmp_path) as history:
         assert history.scalars() == tuple(f"at step {s}" for s in range(10))
         assert history.vector_names() == ("v0", "v", "v1")
@@ -306,6 +321,8 @@ def test_buckets_hold_what_their_steps_held(values: list[float], keep: int, ever
         with History(directory) as history:
             curve, vectors = history.metrics("loss"), history.vectors("norm")
         assert len(curve) <= keep + keep // 4
+        widths = (curve.last - curve.steps + 1)[:-1]
+        assert len(set(widths.tolist())) <= 2  # one pass of merging at a time, so that no stretch is much coarser
         assert curve.steps[0] == 0
         assert curve.last[-1] == len(values) - 1
         np.testing.assert_array_equal(curve.steps[1:], curve.last[:-1] + 1)  # no step is left out or counted twice
@@ -429,12 +446,12 @@ def test_a_run_can_be_read_while_it_lives_and_after_it_was_killed(tmp_path: Path
             now = time.time()
             writer.write(Metrics(step, {"loss": 1.0}, {"norm": np.ones(50, np.float32)}, time=now))
             print(step, now, flush=True)
-            time.sleep(0.001)
+            time.sleep(0.005)  # so slow that only the time can be what brings records out
     """
     run = run_script(script, str(tmp_path))
     assert run.stdout is not None
     try:
-        seen = []
+        seen: list[int] = []
         line = run.stdout.readline()
         while len(seen) < 3:  # three looks, each of which shows more than the one before
             with History(tmp_path) as history:
@@ -445,7 +462,7 @@ def test_a_run_can_be_read_while_it_lives_and_after_it_was_killed(tmp_path: Path
                     assert history.findings() == [Finding(kind="grad_spike", step=0)]
                     assert history.end is None
                     assert history.problems == []
-            for _ in range(50):
+            for _ in range(20):
                 line = run.stdout.readline()
                 assert line, "the writer died"
     finally:
@@ -495,7 +512,8 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path: Path) -> None:
         writer = HistoryWriter(Path(sys.argv[1]))
         def write(first, last):
             for step in range(first, last):
-                writer.write(Metrics(step, {"loss": 1.0}, {"norm": np.ones(500, np.float32)}))
+                values = {"loss": 1.0} | ({"lr": 0.1} if first else {})  # a new column while nothing can be written
+                writer.write(Metrics(step, values, {"norm": np.ones(500, np.float32)}))
                 if step % 100 == 0:
                     writer.flush()
         write(0, 200)
@@ -517,6 +535,7 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path: Path) -> None:
     with History(tmp_path) as history:
         steps, _ = history.metrics("loss")
         assert len(steps) + lost == 3100
+        assert history.metrics("lr").steps.tolist() == [step for step in steps if step >= 200]
         assert set(range(200)) < set(steps.tolist())
         assert set(range(2900, 3100)) < set(steps.tolist())  # the newest is what is kept while waiting
         assert history.lost == lost
@@ -641,4 +660,6 @@ def test_the_file_is_plain_sql_and_strict_json(tmp_path: Path) -> None:
 
     assert json.loads(text, parse_constant=refuse)["evidence"][0]["value"] == "Infinity"
     assert kind == "grad_spike"
-    assert (np.frombuffer(loss, "<f8"), np.frombuffer(norm, "<f4"), high) == ([2.0], [3.0], None)
+    assert np.frombuffer(loss, "<f8").tolist() == [2.0]
+    assert np.frombuffer(norm, "<f4").tolist() == [3.0]
+    assert high is None

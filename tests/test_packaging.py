@@ -154,15 +154,32 @@ def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
-def test_readme_code_runs_as_it_stands(tmp_path: Path) -> None:
-    """The blocks are one session, from top to bottom; their own assertions are part of it."""
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """README's Python blocks run as one session, from top to bottom: its folder, and what was printed.
+
+    Their own assertions are part of it. The last line is added here: the evidence of the first gradient spike.
+    """
     pytest.importorskip("torch")
-    code = "\n".join(blocks(ROOT / "README.md", "python"))
-    assert code.count("FlowManager(") >= 2
-    findings, interventions, *_ = [line for line in run(code, cwd=tmp_path).splitlines() if line.startswith("[")]
+    folder = tmp_path_factory.mktemp("readme")
+    first, *rest = blocks(ROOT / "README.md", "python")
+    first += "print([[e.name for e in f.evidence] for f in flow.findings if f.kind == 'grad_spike'][0])\n"
+    return folder, [line for line in run("\n".join([first, *rest]), cwd=folder).splitlines() if line.startswith("[")]
+
+
+def test_readme_code_finds_what_it_plants(session: tuple[Path, list[str]]) -> None:
+    folder, (findings, interventions, _) = session
     assert {step for step, _ in ast.literal_eval(findings)} == {200, 250}
     assert {(step, action) for step, action, _ in ast.literal_eval(interventions)} == {(200, "skip"), (250, "skip")}
-    assert list((tmp_path / "dynguard-runs").glob("*/history.sqlite"))
+    assert list((folder / "dynguard-runs").glob("*/history.sqlite"))
+
+
+def test_readme_shows_the_panel_that_is_printed(session: tuple[Path, list[str]]) -> None:
+    """Not the numbers, which may differ between machines, but every line that the panel has."""
+    panel = next(block for block in blocks(ROOT / "README.md", "text") if "grad_spike (error)" in block)
+    shown = re.findall(r"^│ (\w+)", panel, flags=re.MULTILINE)
+    evidence = ast.literal_eval(session[1][-1])
+    assert shown == ["layer", "seen", *evidence, "means", "action", "confidence", "report"]
 
 
 def test_readme_configuration_is_accepted(tmp_path: Path) -> None:

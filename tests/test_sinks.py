@@ -107,8 +107,8 @@ def test_the_loss_of_the_step_is_shown_where_the_finding_does_not_tell_it(capsys
 
 def test_without_a_terminal_each_error_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
     warning = SPIKE.model_copy(update={"severity": Severity.WARNING})
-    told = [RunStart(run="r", time=0.0), Metrics(0, {"loss": 1.0}), warning, SPIKE, DEED]
-    text = shown(capsys, [*told], log_every=1)
+    told: list[Record] = [RunStart(run="r", time=0.0), Metrics(0, {"loss": 1.0}), warning, SPIKE, DEED]
+    text = shown(capsys, told, log_every=1)
     assert "\x1b" not in text
     (line,) = text.splitlines()
     for fact in ("step 12", "error", "grad_spike", "encoder.0.weight", "5123", "4099", "skip"):
@@ -454,7 +454,7 @@ def any_record(draw: st.DrawFn) -> Record:
                 {"name": draw(words), "value": draw(scalars), "unit": draw(words)}
                 for _ in range(draw(st.integers(0, 3)))
             ]
-            evidence += [{"name": "ratio", "value": draw(scalars)}] if draw(st.booleans()) else []
+            evidence += [Evidence(name="ratio", value=draw(scalars))] if draw(st.booleans()) else []
             return Finding(
                 kind=draw(st.sampled_from(["nan_grad", "dead_rows"])),
                 severity=draw(st.sampled_from(Severity)),
@@ -462,7 +462,7 @@ def any_record(draw: st.DrawFn) -> Record:
                 source=source,
                 subject=subject,
                 premise=draw(words),
-                evidence=evidence,
+                evidence=tuple(evidence),
             )
         case "metrics":
             entries = np.array(draw(st.lists(st.floats(width=32), max_size=3)), np.float32)
@@ -501,6 +501,10 @@ def test_nothing_that_can_be_told_is_too_much(told: list[Record]) -> None:
         feed(HistorySink(), told, directory)
         with History(directory) as history:
             assert history.problems == []
-            read = {Finding: history.findings(), Intervention: history.interventions(), Section: history.sections()}
+            read: dict[type, list[Any]] = {
+                Finding: history.findings(),
+                Intervention: history.interventions(),
+                Section: history.sections(),
+            }
         for kind, kept in read.items():
             assert [spelt(record) for record in kept] == [spelt(r) for r in told if isinstance(r, kind)]

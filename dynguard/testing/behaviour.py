@@ -1,4 +1,4 @@
-"""The part of ``check_plugin`` that calls hooks: what they answer, touch, read and forget."""
+"""The part of ``check_plugin`` that calls hooks: what they answer, touch and forget."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import numpy as np
 from dynguard.findings import Finding, Section
 from dynguard.hookspecs import DETECTORS
 from dynguard.signals import Signal
-from dynguard.testing.calls import call, hooks_of
+from dynguard.testing.calls import call, hooks_of, problems
 from dynguard.testing.fingerprints import changed, fingerprint
-from dynguard.testing.reads import count_reads
 from dynguard.testing.statistics import is_tensor
 from dynguard.testing.trials import Arrays, Trial, interventions, records, start_of_run, trials
 
@@ -27,15 +26,15 @@ Make = Callable[[], object]
 def event_violations(make: Make, arrays: Arrays, extra: Sequence[Any]) -> Iterator[str]:
     """Detectors and guards, put through all trials and then through the author's own events."""
     plugin = make()
-    yield from _quiet_call(plugin, "on_run_start", run=start_of_run())
+    yield from problems(plugin, "on_run_start", run=start_of_run())
     own = [(_hook_for(event), _as_trial(event)) for event in extra]
     for hook, series in trials(arrays).items():
         if hook in hooks_of(plugin):
             yield from _series(plugin, hook, [*series, *(trial for wanted, trial in own if wanted == hook)])
     for intervention in interventions():
-        yield from _quiet_call(plugin, "on_intervention", intervention=intervention)
+        yield from problems(plugin, "on_intervention", intervention=intervention)
     yield from _slow_hooks(plugin)
-    yield from _quiet_call(plugin, "on_run_end", run=start_of_run(), error=None)
+    yield from problems(plugin, "on_run_end", run=start_of_run(), error=None)
 
 
 def _as_trial(event: Any) -> Trial:
@@ -52,15 +51,6 @@ def _hook_for(event: Any) -> str:
     }[type(event).__name__]
 
 
-def _quiet_call(plugin: object, hook: str, **arguments: Any) -> Iterator[str]:
-    """Call a hook whose answer does not matter, if the plugin has it."""
-    if hook in hooks_of(plugin):
-        try:
-            call(plugin, hook, **arguments)
-        except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
-            yield f"{hook} raised {_tell(error)}"
-
-
 def _series(plugin: object, hook: str, series: Sequence[Trial]) -> Iterator[str]:
     """Each violation once, with the first event that showed it."""
     told: set[str] = set()
@@ -74,12 +64,10 @@ def _series(plugin: object, hook: str, series: Sequence[Trial]) -> Iterator[str]
 def _one_event(plugin: object, hook: str, event: Any) -> Iterator[str]:
     before = fingerprint(event)
     try:
-        with count_reads() as reads:
-            answer = call(plugin, hook, event=event)
+        answer = call(plugin, hook, event=event)
     except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
         yield f"raised {_tell(error)}"
         return
-    yield from (f"reads the device: {place}; answer with arrays and read in explain()" for place in reads.places)
     if hook == "adjust_gradients":
         if answer is not None:
             yield f"returned {_short(answer)}; it edits event.gradients in place and returns nothing"
@@ -173,7 +161,7 @@ Series = Sequence[tuple[str, Trial]]
 
 def _resume(plugin: Any, fresh: Any, first: Series, second: Series) -> Iterator[str]:
     for one in (plugin, fresh):
-        list(_quiet_call(one, "on_run_start", run=start_of_run()))
+        list(problems(one, "on_run_start", run=start_of_run()))
     _answers(plugin, first)
     try:
         saved = pickle.dumps(plugin.state_dict())
@@ -224,12 +212,12 @@ def sink_violations(make: Make) -> Iterator[str]:
 
 def _drive_sink(sink: object, directory: str | None, found: list[str]) -> None:
     suffix = "" if directory else " (in a run without a directory)"
-    found += [text + suffix for text in _quiet_call(sink, "on_run_start", run=start_of_run(directory))]
+    found += [text + suffix for text in problems(sink, "on_run_start", run=start_of_run(directory))]
     for record in records():
-        problems = _quiet_call(sink, "write", record=record)
-        found += [f"{text}, given {type(record).__name__}{suffix}" for text in problems]
+        raised = problems(sink, "write", record=record)
+        found += [f"{text}, given {type(record).__name__}{suffix}" for text in raised]
     for hook in ("flush", "close"):
-        found += [text + suffix for text in _quiet_call(sink, hook, timeout=1.0)]
+        found += [text + suffix for text in problems(sink, hook, timeout=1.0)]
 
 
 def _learn(signal: Signal) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pluggy
@@ -62,3 +63,12 @@ def _missing(plugin: object, hook: str) -> str:
     if callable(getattr(plugin, hook, None)):
         return f"{who}.{hook} is not marked: write @hookimpl above it (from dynguard import hookimpl)"
     return f"{who} has no hook {hook!r}; its hooks are: {', '.join(hooks_of(plugin)) or 'none'}"
+
+
+def problems(plugin: object, hook: str, **arguments: Any) -> Iterator[str]:
+    """Call a hook whose answer does not matter, if the plugin has it; yields what it raised."""
+    if hook in hooks_of(plugin):
+        try:
+            call(plugin, hook, **arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's code; told as a violation
+            yield f"{hook} raised {type(error).__name__}: {error}"

@@ -15,6 +15,7 @@ from dynguard.errors import PluginError, nearest
 from dynguard.hookspecs import ALL, DETECTORS, SINKS
 from dynguard.testing.behaviour import Make, event_violations, sink_violations, state_violations
 from dynguard.testing.calls import hooks_of, name_of, parameters_of
+from dynguard.testing.device import device_violations
 from dynguard.testing.trials import Arrays
 
 
@@ -30,8 +31,9 @@ def check_plugin(
     Checked are: hooks known to dynguard, marked ``@hookimpl``, with arguments that the hook has; options that are
     keyword-only, typed and refuse unknown names; no guard among detectors. Then the hooks are called: through clean
     steps, spikes, NaN, infinities, zero, missing, empty, sparse and half-precision gradients, late parameters and a
-    second optimizer, with every kind of record. They must not raise; detectors must answer a Signal or None, change
-    nothing and not read the device; findings are checked where a signal fired; state must survive a save and load.
+    second optimizer, with every kind of record. They must not raise; detectors must answer a Signal or None and change
+    nothing; findings are checked where a signal fired; state must survive a save and load. With torch, the hot hooks
+    are tried once more with tensors that are not on the CPU: they must not read the device, nor mix devices.
 
     Args:
         plugin: the class (it is then made with ``options``) or an instance (of which copies are tried).
@@ -66,6 +68,8 @@ def _violations(plugin: object, options: dict[str, Any], arrays: Arrays, events:
     yield from _option_violations(type(instance), options)
     if not static:
         yield from event_violations(make, arrays, events)
+        if arrays == "torch":
+            yield from device_violations(make)
         yield from state_violations(make, arrays)
         yield from sink_violations(make)
 

@@ -1,7 +1,7 @@
-"""Hot hooks, tried on a GPU that need not be there, to see whether they make the host wait for it.
+"""Hot hooks, tried on a device that is not the CPU, to see whether they make the host wait for it.
 
-The tensors of these events have a device, a shape and a type but no numbers (torch's fake tensors), so a plugin takes
-the way that it would take on a GPU, and whatever asks for a number shows.
+The tensors of these events are on torch's ``meta`` device: they have a shape and a type but no numbers. So no GPU is
+needed, a plugin takes the way that it would take on one, and whatever asks for a number shows.
 """
 
 from __future__ import annotations
@@ -12,42 +12,34 @@ from typing import Any
 
 from dynguard.hookspecs import HOT
 from dynguard.signals import Signal
-from dynguard.testing.calls import call, hooks_of
+from dynguard.testing.calls import call, hooks_of, problems
 from dynguard.testing.reads import count_reads
 from dynguard.testing.statistics import is_tensor
 from dynguard.testing.trials import Trial, start_of_run, trials
 
-DEVICE = "cuda"
+DEVICE = "meta"
 
 
 def device_violations(make: Callable[[], object]) -> Iterator[str]:
     """Reads of the device by hot hooks, with file and line, and what raises on a device only."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     plugin_hooks = hooks_of(make())
     series = {hook: ts for hook, ts in trials("torch").items() if hook in plugin_hooks and hook in HOT}
     series.pop("on_trees", None)  # trees are numpy arrays
-    # Made before the fakes begin, as making an event looks at numbers.
-    events = {hook: [(trial, trial.make()) for trial in ts] for hook, ts in series.items()}
-    found: list[str] = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        plugin = make()
-        if "on_run_start" in plugin_hooks:
-            call(plugin, "on_run_start", run=start_of_run())
-        for hook, pairs in events.items():
-            found += _one_hook(plugin, hook, pairs)
-    yield from found
+    plugin = make()
+    list(problems(plugin, "on_run_start", run=start_of_run()))  # told already where all hooks are tried
+    for hook, ts in series.items():
+        yield from _one_hook(plugin, hook, ts)
 
 
-def _one_hook(plugin: object, hook: str, pairs: Sequence[tuple[Trial, Any]]) -> list[str]:
+def _one_hook(plugin: object, hook: str, series: Sequence[Trial]) -> list[str]:
     found: dict[str, None] = {}
-    for trial, event in pairs:
-        places, error = _one_event(plugin, hook, moved(event))
+    for trial in series:
+        places, error = _one_event(plugin, hook, moved(trial.make()))
         for place in places:
-            found[f"{hook} reads the device: {place}; answer with arrays and read in explain() or learn()"] = None
+            found[f"{hook} reads the device: {place}; answer with arrays, and read in explain()"] = None
         if error is not None:
             if not places:  # else it only shows that there was no number to read
-                found[f"{hook} raised {type(error).__name__} on a GPU: {error} (at {trial.label})"] = None
+                found[f"{hook} raised {type(error).__name__} off the CPU: {error} (at {trial.label})"] = None
             break
     return list(found)
 
@@ -56,10 +48,10 @@ def _one_event(plugin: object, hook: str, event: Any) -> tuple[list[str], Except
     with count_reads() as reads:
         try:
             answer = call(plugin, hook, event=event)
+            if isinstance(answer, Signal) and answer.learn is not None:
+                answer.learn([0.0] * (answer.score.numel() if is_tensor(answer.score) else 1))
         except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
             return reads.places, error
-    if isinstance(answer, Signal) and answer.learn is not None:
-        answer.learn([0.0] * (answer.score.numel() if is_tensor(answer.score) else 1))
     return reads.places, None
 
 

@@ -73,6 +73,20 @@ def _place(value: Any, pack: _Pack, what: str) -> slice | npt.NDArray[Any]:
     raise TypeError(f"Signal.{what} must be a number or a tensor of 0 or 1 dimensions; got {type(value).__name__}")
 
 
+def _readable(name: str, signal: Signal, event: GradientEvent, failed: Failed) -> bool:
+    """Whether one answer alone can be read; if not, that is its plugin's failure."""
+    pack = _Pack()
+    _place(signal.score, pack, "score")
+    _place(signal.fired, pack, "fired")
+    try:
+        if pack.parts:
+            pack.read(event.norms.device)
+    except (RuntimeError, NotImplementedError) as error:
+        failed(name, TypeError(f"Signal can't be read: {error}"))
+        return False
+    return True
+
+
 def read(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Failed) -> Reading:
     """Read a step's answers, loss and norms at once, and hand detectors their scores back.
 
@@ -97,7 +111,13 @@ def read(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Faile
             placed.append((name, signal, _place(signal.score, pack, "score"), _place(signal.fired, pack, "fired")))
         except TypeError as error:
             failed(name, error)
-    host = pack.read(event.norms.device)
+    try:
+        host = pack.read(event.norms.device)
+    except (RuntimeError, NotImplementedError):
+        good = [(n, s) for n, s, *_ in placed if _readable(n, s, event, failed)]
+        if len(good) == len(placed):
+            raise
+        return read(good, event, failed)
 
     def value(place: Any) -> npt.NDArray[Any]:
         return host[place] if isinstance(place, slice) else place
