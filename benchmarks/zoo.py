@@ -3,6 +3,7 @@
 Each kind is a plain loop's parts: models, optimizers, batches, loss functions and learning-rate schedule, all from one
 seed. ``KINDS`` names them; ``make(kind, seed)`` builds one.
 """
+# ruff: noqa: E501 - a run is read best with each part on its line
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
         x = x + self.proj(a)
-        return x + self.down(F.gelu(self.up(self.ln2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.ln2(x))))
+        return out
 
 
 class GPT(nn.Module):
@@ -194,7 +196,7 @@ def rnn(seed: int, g: torch.Generator) -> Run:
 def gan(seed: int, g: torch.Generator) -> Run:
     gen = nn.Sequential(nn.Linear(8, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 2))
     dis = nn.Sequential(nn.Linear(2, 48), nn.LeakyReLU(0.2), nn.Linear(48, 48), nn.LeakyReLU(0.2), nn.Linear(48, 1))
-    optimizers = {
+    optimizers: dict[str, torch.optim.Optimizer] = {
         "dis": torch.optim.Adam(dis.parameters(), lr=1e-3, betas=(0.5, 0.99)),
         "gen": torch.optim.Adam(gen.parameters(), lr=1e-3, betas=(0.5, 0.99)),
     }
@@ -221,7 +223,8 @@ class Factors(nn.Module):
             nn.init.normal_(table.weight, std=0.1)
 
     def forward(self, u: Tensor, i: Tensor) -> Tensor:
-        return (self.user(u) * self.item(i)).sum(1) + self.user_bias(u)[:, 0] + self.item_bias(i)[:, 0]
+        out: Tensor = (self.user(u) * self.item(i)).sum(1) + self.user_bias(u)[:, 0] + self.item_bias(i)[:, 0]
+        return out
 
 
 def factorisation(seed: int, g: torch.Generator) -> Run:

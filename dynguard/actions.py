@@ -104,8 +104,8 @@ class Policy(BaseModel):
 
     Attributes:
         mode: ``guard`` carries actions out; ``observe`` only says what it would have done.
-        max_consecutive_skips: so many steps may be skipped or clipped in a row; the next one is decided by ``exhausted``, so that
-            a run is never starved in silence.
+        max_consecutive_skips: so many steps may be skipped or clipped in a row; the next one is decided by
+            ``exhausted``, so that a run is never starved in silence.
         exhausted: ``accept`` takes the step as a new regime, ``rollback`` goes back to a snapshot, ``raise`` stops.
             A row of non-finite steps is never accepted: it is rolled back where there is a snapshot, else raised.
     """
@@ -118,7 +118,7 @@ class Policy(BaseModel):
 
 
 class Arbiter:
-    """Turns the findings about one step of one source into one verdict, and remembers how many were held back in a row."""
+    """Turns the findings about a step of one source into a verdict, and counts how many were held back in a row."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -132,7 +132,7 @@ class Arbiter:
         """The verdict: the farthest action asked for, bounded by the policy."""
         if not findings:
             return PROCEED
-        top = max(findings, key=lambda finding: (finding.action.rank, finding.severity.rank))
+        top = max(findings, key=lambda f: (f.action.rank, f.severity.rank, bool(f.subject)))
         verdict = Verdict(action=top.action, subject=top.subject, detector=top.detector, reason=top.kind)
         if verdict.action in (Action.CLIP, Action.SKIP):
             verdict = self._bounded(verdict, findings, can_roll_back)
@@ -150,7 +150,9 @@ class Arbiter:
         row = f"{verdict.reason} after {self.consecutive} steps in a row"
         asked = {f.kind for f in findings if f.action.rank >= Action.SKIP.rank}
         if asked & NON_FINITE or self.policy.exhausted == "rollback":
-            return verdict.model_copy(update={"action": Action.ROLLBACK if can_roll_back else Action.RAISE, "reason": row})
+            return verdict.model_copy(
+                update={"action": Action.ROLLBACK if can_roll_back else Action.RAISE, "reason": row}
+            )
         if asked == {"empty_batch"}:
             return verdict  # there is nothing to learn from it, however often it comes
         if self.policy.exhausted == "raise":

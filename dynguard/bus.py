@@ -15,6 +15,7 @@ from typing import Any
 
 import pluggy
 
+from dynguard.delivery import Lane
 from dynguard.errors import PluginError, TrainingStopped, nearest
 from dynguard.hookspecs import ALL, DETECTORS, GUARDS, PROJECT, SINKS, Hooks
 
@@ -22,6 +23,7 @@ log = logging.getLogger("dynguard")
 
 # Failures of a plugin that end with it: SystemExit is a plugin's mistake, KeyboardInterrupt is the user's wish.
 FAILURES = (Exception, SystemExit)
+CAP = 4.0  # a weighted sample counts for at most so many times the mean so far
 EXACT = 64  # the first calls of a channel are all timed; afterwards one in EXACT, weighted
 
 
@@ -130,6 +132,11 @@ class Bus:
         """The plugins that write records."""
         return [(name, plugin) for name, plugin in self.plugins if _implements(plugin, "write")]
 
+    def lane(self, name: str) -> Lane:
+        """A sink's three verbs, as the delivery calls them."""
+        verbs = (dict(self.channels[verb].calls).get(name) for verb in SINKS)
+        return Lane(name, *verbs)
+
     def _register(self, name: str, plugin: object) -> None:
         check(name, plugin)
         try:
@@ -159,7 +166,9 @@ class Bus:
         if (name, hook) not in self._logged or off:
             self._logged.add((name, hook))
             tail = f"; switched off after {count} failures" if off else "; training goes on"
-            log.warning("plugin %r failed in %s: %s: %s%s", name, hook, type(error).__name__, error, tail, exc_info=error)
+            log.warning(
+                "plugin %r failed in %s: %s: %s%s", name, hook, type(error).__name__, error, tail, exc_info=error
+            )
         if off:
             self.disable(name)
         if self.report is not None:
@@ -169,6 +178,8 @@ class Bus:
     def charge(self, name: str, seconds: float, calls: int = 1) -> None:
         """Add to a plugin's meter."""
         meter = self.meters.setdefault(name, Meter())
+        if calls > 1 and meter.calls:  # one slow sample (a switch of threads) is not 64 slow calls
+            seconds = min(seconds, CAP * calls * meter.seconds / meter.calls)
         meter.seconds += seconds
         meter.calls += calls
 
@@ -208,7 +219,8 @@ def check(name: str, plugin: object) -> None:
     detects = [h for h in DETECTORS if h in marked]
     if detects and "adjust_gradients" in marked:
         raise PluginError(
-            f"plugin {name!r} detects ({detects[0]}) and adjusts gradients: detectors observe, guards change; split it in two"
+            f"plugin {name!r} detects ({detects[0]}) and adjusts gradients: detectors observe, guards change; "
+            "split it in two"
         )
 
 

@@ -16,7 +16,7 @@ class DynguardError(Exception):
 
 
 class SetupError(DynguardError, ValueError):
-    """The manager can't be built from what it was given (no parameters, a meta model, two managers on one optimizer)."""
+    """The manager can't be built from what it was given: no parameters, a meta model, an optimizer watched already."""
 
 
 class PluginError(DynguardError, ValueError):

@@ -15,18 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import ValidationError
-
 import dynguard
-from dynguard import registry
-from dynguard.actions import Intervention, Policy
+from dynguard import registry, selfreport
+from dynguard.actions import Intervention
 from dynguard.bus import Bus
-from dynguard.delivery import Delivery, Lane
-from dynguard.errors import ClosedError, RunDirectoryError, SetupError, TrainingStopped
+from dynguard.delivery import Delivery
+from dynguard.errors import ClosedError, MissingExtraError, RunDirectoryError, SetupError, TrainingStopped
 from dynguard.events import LossEvent, RunInfo
-from dynguard.findings import Evidence, Finding, RunEnd, RunStart, Section, Severity
+from dynguard.findings import Finding, RunEnd, RunStart, Section
 from dynguard.history import create_run_directory
 from dynguard.judge import Judge
+from dynguard.settings import Settings
 
 if TYPE_CHECKING:
     from dynguard.torch.source import Source, Successors
@@ -103,7 +102,9 @@ class FlowManager:
             "diagnose_every": diagnose_every, "close_timeout": close_timeout,
         }  # fmt: skip
         settings = Settings.make({k: v for k, v in own.items() if v is not None}, given)
-        chosen = plugins if plugins is not None else (given.plugins if given and given.plugins is not None else "default")
+        chosen = (
+            plugins if plugins is not None else (given.plugins if given and given.plugins is not None else "default")
+        )
         self._closed = False
         self._started = False
         self._sources: list[Source] = []
@@ -115,9 +116,7 @@ class FlowManager:
         self._bus = Bus(
             resolved, strict=settings.strict, max_failures=settings.max_failures, report=self._plugin_failed
         )
-        self._delivery = Delivery(
-            [_lane(name, plugin) for name, plugin in self._bus.sinks()], failed=self._sink_failed
-        )
+        self._delivery = Delivery([self._bus.lane(name) for name, _ in self._bus.sinks()], failed=self._sink_failed)
         self._judge = Judge(
             self._bus,
             settings.policy,
@@ -279,12 +278,14 @@ class FlowManager:
             if isinstance(section, Section):
                 sections.append(section if section.plugin else section.model_copy(update={"plugin": name}))
             else:
-                self._bus.failed(name, "summarize", TypeError(f"summarize returns a Section; got {type(section).__name__}"))
+                self._bus.failed(
+                    name, "summarize", TypeError(f"summarize returns a Section; got {type(section).__name__}")
+                )
         return sections
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the watch, to be saved with a checkpoint: steps and every plugin's ``state_dict()``."""
-        plugins = {}
+        plugins: dict[str, Any] = {}
         for name, plugin in self._bus.plugins:
             if hasattr(plugin, "state_dict"):
                 plugins.update(self._bus.guard(name, "state_dict", lambda n=name, p=plugin: [(n, p.state_dict())]))  # type: ignore[misc]
@@ -319,7 +320,7 @@ class FlowManager:
             self._judge.before(source, loss)
         except TrainingStopped:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - dynguard's own fault must not stop the run
             self._own_failure("judging a step", error)
         finally:
             self._own_seconds += time.perf_counter() - started
@@ -332,7 +333,7 @@ class FlowManager:
             self._judge.after(source)
         except TrainingStopped:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as above
             self._own_failure("looking at a step", error)
         finally:
             self._own_seconds += time.perf_counter() - started
@@ -346,7 +347,7 @@ class FlowManager:
         try:
             from dynguard.torch.source import Successors, make_sources, rank_and_world
         except ModuleNotFoundError as error:
-            raise registry.MissingExtraError("torch", "torch", "watching a neural network") from error
+            raise MissingExtraError("torch", "torch", "watching a neural network") from error
         self._sources = make_sources(model, optimizer, self)
         self._successors = Successors(self._sources)
         self._rank, self._world = rank_and_world()
@@ -397,69 +398,22 @@ class FlowManager:
         )
 
     def _plugin_failed(self, name: str, hook: str, error: BaseException, off: bool) -> None:
-        if not off:
-            return
-        finding = Finding(
-            kind="plugin_failed",
-            severity=Severity.WARNING,
-            step=self.step,
-            subject=name,
-            detector="dynguard",
-            premise=f"plugin {name!r} raised {type(error).__name__} in {hook}: {error}",
-            implies="it is switched off for the rest of this run; training and the other plugins are not affected",
-            evidence=(Evidence(name="failures", value=self._bus.failures.get(name, 0)),),
-        )
-        self._judge.report([finding])
+        if off:
+            self._judge.report(
+                [selfreport.plugin_failed(name, hook, error, self._bus.failures.get(name, 0), self.step)]
+            )
 
     def _sink_failed(self, name: str, hook: str, error: BaseException) -> bool:
         return self._bus.failed(name, hook, error) if not self._bus.strict else True
 
     def _say_dropped(self) -> None:
-        for sink, count in self._delivery.dropped.items():
-            if count:
-                self._judge.report([
-                    Finding(
-                        kind="sink_dropped", severity=Severity.WARNING, step=self.step, subject=sink, detector="dynguard",
-                        premise=f"sink {sink!r} could not keep up or failed: {count} records were not delivered to it",
-                        implies="what this sink shows is incomplete; training was not held up",
-                        evidence=(Evidence(name="dropped_records", value=count),),
-                    )
-                ])  # fmt: skip
+        lost = {sink: count for sink, count in self._delivery.dropped.items() if count}
+        self._judge.report(selfreport.sink_dropped(sink, count, self.step) for sink, count in lost.items())
 
     def _own_failure(self, doing: str, error: Exception) -> None:
         if self._bus.strict:
             raise error
         self._bus.failed("dynguard", doing, error)
-
-
-class Settings(Policy):
-    """All that can be said in ``[flow]`` of a configuration file, checked."""
-
-    strict: bool = False
-    max_failures: int = 3
-    parameters_every: int = 100
-    diagnose_every: int = 1000
-    close_timeout: float = 5.0
-
-    @classmethod
-    def make(cls, given: Mapping[str, Any], config: registry.Config | None) -> Settings:
-        """Keywords over the configuration file; SetupError that names the wrong one."""
-        try:
-            return cls(**{**(config.flow if config else {}), **given})
-        except ValidationError as error:
-            tell = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors(include_url=False)
-            )
-            raise SetupError(f"FlowManager: {tell}. Known: {', '.join(cls.model_fields)}") from None
-
-    @property
-    def policy(self) -> Policy:
-        """The part that the arbiter needs."""
-        return Policy(**{name: getattr(self, name) for name in Policy.model_fields})
-
-
-def _lane(name: str, plugin: object) -> Lane:
-    return Lane(name, *(getattr(plugin, verb, None) for verb in ("write", "flush", "close")))
 
 
 def _close_at_exit(flow: FlowManager) -> Any:

@@ -6,6 +6,7 @@ Detectors observe, guards change, sinks carry away; a class with a detector hook
 Hooks run in the order of the plugins' names, then ``tryfirst`` / ``trylast``; ``dynguard plugins`` prints it.
 An exception in a hook never reaches the training loop: it is logged, counted, and after ``max_failures`` the plugin is
 switched off and a ``plugin_failed`` finding says so (``strict=True`` re-raises, for tests).
+A plugin that writes files says ``needs_directory = True`` on its class: then the run has one (``run.directory``).
 
 >>> from dynguard import hookimpl, validated
 >>> class Quiet:
@@ -65,6 +66,8 @@ class Hooks:
         >>> class TooHigh:
         ...     @hookimpl
         ...     def on_loss(self, event):
+        ...         if event.loss is None:  # only metrics were observed
+        ...             return None
         ...         return Signal(score=event.loss, fired=event.loss > 100.0, explain=lambda: self.explain(event))
         ...     def explain(self, event):
         ...         yield Finding(kind="loss_too_high", step=event.step, premise=f"loss is {float(event.loss):g}")
@@ -202,6 +205,7 @@ class Hooks:
         >>> [finding.kind for finding in call(Stuck(), "diagnose")]
         ['stagnation']
         """
+        return ()
 
     @hookspec
     def summarize(self) -> Section | None:

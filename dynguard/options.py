@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, validate_call
@@ -27,7 +28,9 @@ def validated(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S
     def wrapper(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
         plugin = type(self).__name__
         if args:
-            raise OptionError(f"plugin {plugin!r}: options are keyword-only; got {len(args)} positional. {describe(init)}")
+            raise OptionError(
+                f"plugin {plugin!r}: options are keyword-only; got {len(args)} positional. {describe(init)}"
+            )
         known = option_names(init)
         for name in kwargs:
             if name not in known and not _takes_any(init):
@@ -93,7 +96,7 @@ def _type_name(hint: Any) -> str:
     if hint is inspect.Parameter.empty:
         return "any"
     base = get_args(hint)[0] if hasattr(hint, "__metadata__") else hint  # Annotated[float, Field(gt=0)] -> float
-    if isinstance(base, type) and hasattr(base, "__members__"):
+    if isinstance(base, type) and issubclass(base, Enum):
         return "|".join(str(member.value) for member in base)
     name = base.__name__ if isinstance(base, type) and not get_args(base) else str(base)
     name = name.replace("typing.", "").replace("NoneType", "None")

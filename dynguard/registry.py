@@ -12,7 +12,7 @@ import inspect
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,9 @@ def load(name: str) -> type:
             f"plugin {name!r} ({offer.distribution} {offer.version}) can't be loaded: {type(error).__name__}: {error}"
         ) from error
     if not inspect.isclass(target):
-        raise PluginError(f"plugin {name!r}: entry point {offer.entry.value!r} is not a class but {type(target).__name__}")
+        raise PluginError(
+            f"plugin {name!r}: entry point {offer.entry.value!r} is not a class but {type(target).__name__}"
+        )
     return target
 
 
@@ -157,7 +159,7 @@ def build(plugin: type, options: Mapping[str, Any]) -> object:
         if init is object.__init__ and options:
             raise PluginError(f"plugin {plugin.__name__!r} takes no options; got {', '.join(map(repr, options))}")
         return plugin(**options)
-    instance = plugin.__new__(plugin)
+    instance: object = object.__new__(plugin)
     validated(init)(instance, **options)
     return instance
 
@@ -178,15 +180,15 @@ def describe() -> list[PluginInfo]:
 def _describe(name: str, position: int) -> PluginInfo:
     offers = _discover()[0][name]
     first = offers[0]
-    base = dict(name=name, distribution=first.distribution, version=first.version, target=first.entry.value)
+    base = PluginInfo(name, first.distribution, first.version, first.entry.value)
     try:
         plugin = load(name)
         summary = (inspect.getdoc(plugin) or "").split("\n")[0]
-        return PluginInfo(
-            **base, hooks=hooks_of(plugin), options=tuple(option_table(plugin)), order=position, summary=summary
+        return replace(
+            base, hooks=hooks_of(plugin), options=tuple(option_table(plugin)), order=position, summary=summary
         )
     except Exception as error:  # noqa: BLE001 - the listing tells what is wrong with each, whatever it is
-        return PluginInfo(**base, error=str(error))
+        return replace(base, error=str(error))
 
 
 def default_name(plugin: object) -> str:
@@ -211,8 +213,8 @@ def resolve(
     """(name, instance) of every plugin asked for, sorted by name, which is the order of dispatch.
 
     Args:
-        wanted: names, ``(name, options)`` pairs, instances, the presets ``"default"`` and ``"deep"``; ``"-name"`` leaves
-            out one that a preset brings. What is named itself replaces the preset's plugin of the same name.
+        wanted: names, ``(name, options)`` pairs, instances, the presets ``"default"`` and ``"deep"``; ``"-name"``
+            leaves out one that a preset brings. What is named itself replaces the preset's plugin of the same name.
         options: options by name from a configuration file, for plugins that are given by name alone.
     """
     if isinstance(wanted, str) or not isinstance(wanted, Iterable) or _is_pair(wanted):
@@ -230,7 +232,9 @@ def resolve(
             named.append(_one(item, options))
     unknown = dropped - set(from_preset) - set(available())
     if unknown:
-        raise PluginError(f"can't leave out {min(unknown)!r}: no such plugin.{nearest(min(unknown), list(available()))}")
+        raise PluginError(
+            f"can't leave out {min(unknown)!r}: no such plugin.{nearest(min(unknown), list(available()))}"
+        )
     taken = {name for name, _ in named}
     chosen = {n: create(n, options.get(n)) for n in from_preset if n not in taken and n not in dropped}
     for name, plugin in named:

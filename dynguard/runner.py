@@ -40,10 +40,10 @@ class Settings:
             SetupError: an unknown mode.
             RunDirectoryError: the run directory can't be written to or holds a run.
         """
-        from dynguard import flow, registry
+        from dynguard import registry, settings
 
         config = registry.load_config(self.config)
-        flow.Settings.make({} if self.mode is None else {"mode": self.mode}, config)
+        settings.Settings.make({} if self.mode is None else {"mode": self.mode}, config)
         wanted = self.plugins if self.plugins is not None else config.plugins
         registry.resolve("default" if wanted is None else wanted, config.options)
         if self.run_dir is not None:

@@ -20,7 +20,7 @@ def finding(kind: str = "grad_spike", action: Action = Action.SKIP, **more: obje
 
 
 def test_actions_are_ordered_by_how_far_they_go() -> None:
-    assert [a.value for a in sorted(reversed(Action))] == ORDER
+    assert [a.value for a in sorted(set(Action))] == ORDER
     for low, high in itertools.pairwise(Action):
         assert low < high
         assert high > low
@@ -30,7 +30,7 @@ def test_actions_are_ordered_by_how_far_they_go() -> None:
 
 
 def test_severities_are_ordered() -> None:
-    assert [s.value for s in sorted(reversed(Severity))] == ["info", "warning", "error", "critical"]
+    assert [s.value for s in sorted(set(Severity))] == ["info", "warning", "error", "critical"]
 
 
 @given(st.lists(st.sampled_from(list(Action)), min_size=1))

@@ -52,7 +52,9 @@ def test_plugins_are_called_in_the_order_of_their_names_then_first_and_last() ->
 
 def test_the_untimed_path_gives_the_same_answers_as_the_timed_one() -> None:
     log: list[str] = []
-    bus = Bus([("a", Recorder("a", log)), ("b", Broken(ValueError("x"))), ("c", Recorder("c", log))], max_failures=10**6)
+    bus = Bus(
+        [("a", Recorder("a", log)), ("b", Broken(ValueError("x"))), ("c", Recorder("c", log))], max_failures=10**6
+    )
     answers = [bus.gradients(object()) for _ in range(200)]
     assert answers == [[("a", "a"), ("c", "c")]] * 200
     assert bus.failures == {"b": 200}

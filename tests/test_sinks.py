@@ -451,7 +451,7 @@ def any_record(draw: st.DrawFn) -> Record:
     match draw(st.sampled_from(["finding", "metrics", "names", "intervention", "section"])):
         case "finding":
             evidence = [
-                {"name": draw(words), "value": draw(scalars), "unit": draw(words)}
+                Evidence(name=draw(words), value=draw(scalars), unit=draw(words))
                 for _ in range(draw(st.integers(0, 3)))
             ]
             evidence += [Evidence(name="ratio", value=draw(scalars))] if draw(st.booleans()) else []

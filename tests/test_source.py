@@ -59,7 +59,9 @@ def reference(gradient: torch.Tensor | None) -> float:
 
 def make_gradients() -> dict[str, list[torch.Tensor | None]]:
     torch.manual_seed(1)
-    row = torch.sparse_coo_tensor(torch.tensor([[1, 1, 2]]), torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (4, 2), check_invariants=True)
+    row = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1, 2]]), torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (4, 2), check_invariants=True
+    )
     return {
         "float32": [torch.randn(3, 4), torch.randn(5)],
         "none": [torch.randn(3), None, torch.randn(2)],
@@ -102,7 +104,9 @@ def test_norms_and_extremes_of_any_finite_gradients(spec: list[tuple[torch.dtype
     assert numbers.norms.tolist() == pytest.approx([reference(g) for g in gradients], rel=1e-4, abs=1e-30)
     largest = [max((abs(float(v)) for v in g), default=0.0) for g in gradients]
     assert numbers.max_abs.tolist() == pytest.approx(largest, rel=1e-6)
-    assert float(numbers.global_norm) == pytest.approx(math.hypot(*(reference(g) for g in gradients)), rel=1e-4, abs=1e-30)
+    assert float(numbers.global_norm) == pytest.approx(
+        math.hypot(*(reference(g) for g in gradients)), rel=1e-4, abs=1e-30
+    )
 
 
 def test_non_finite_entries_show_in_the_norm_of_their_layer_alone() -> None:
@@ -174,7 +178,10 @@ def test_a_tied_weight_counts_once(watch: Watch, probe: Any) -> None:
 
 def test_several_models_are_prefixed_by_their_keys(watch: Watch, probe: Any) -> None:
     models = {"g": nn.Linear(2, 2, bias=False), "d": nn.Linear(2, 1, bias=False)}
-    optimizers = {"gen": torch.optim.SGD(models["g"].parameters(), lr=0.1), "dis": torch.optim.Adam(models["d"].parameters())}
+    optimizers = {
+        "gen": torch.optim.SGD(models["g"].parameters(), lr=0.1),
+        "dis": torch.optim.Adam(models["d"].parameters()),
+    }
     watch(models, optimizers, plugins=[probe])
     models["d"](models["g"](torch.randn(3, 2))).sum().backward()
     optimizers["dis"].step()
@@ -239,7 +246,9 @@ def test_parameter_groups_added_later_are_watched_and_appended(watch: Watch, pro
     optimizer.step()
     assert probe.names[0] == ("2.weight", "2.bias")
     assert probe.names[1] == ("2.weight", "2.bias", "0.weight", "0.bias", "group2.param0")
-    assert probe.norms[1][:4] == pytest.approx([reference(p.grad) for p in (*model[2].parameters(), *model[0].parameters())])
+    assert probe.norms[1][:4] == pytest.approx(
+        [reference(p.grad) for p in (*model[2].parameters(), *model[0].parameters())]
+    )
 
 
 def test_an_optimizer_made_anew_for_the_same_model_is_still_watched(watch: Watch, probe: Any) -> None:
@@ -262,7 +271,9 @@ def test_an_optimizer_made_anew_for_the_same_model_is_still_watched(watch: Watch
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
-def test_a_closure_is_judged_after_its_backward_and_its_loss_returned(watch: Watch, probe: Any, by_keyword: bool) -> None:
+def test_a_closure_is_judged_after_its_backward_and_its_loss_returned(
+    watch: Watch, probe: Any, by_keyword: bool
+) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch(model, optimizer, plugins=[probe])

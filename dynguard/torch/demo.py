@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -170,8 +171,8 @@ def train(
     model = CharacterGPT(size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
     data, outcome = Data(size, seed, device), Outcome()
-    flow = guard(model, optimizer) if guard else None
-    try:
+    watch: AbstractContextManager[FlowManager | None] = guard(model, optimizer) if guard else nullcontext()
+    with one_thread(), watch as flow:
         for step in range(size.steps):
             outcome.losses.append(_step(step, model, optimizer, data, faults(size), flow))
             advance(outcome.losses[-1])
@@ -179,12 +180,20 @@ def train(
                 outcome.dead_since = step
             if outcome.dead_since is not None and step >= outcome.dead_since + DEAD_STEPS:
                 break
-    finally:
-        if flow is not None:
-            flow.close()
     with torch.no_grad():
         outcome.held_out = float(loss_of(model, Batch(data.held_out, torch.ones(len(data.held_out), device=device))))
     return outcome, flow
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread for torch on the CPU: a model this small gains little from more, and on shared cores loses minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _step(

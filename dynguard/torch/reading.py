@@ -58,13 +58,17 @@ class _Pack:
 
 
 Failed = Callable[[str, Exception], object]
+_Spot = slice | npt.NDArray[Any]  # where a value will be read, or the value
+_Placed = tuple[str, Signal, _Spot, _Spot]
 
 
-def _place(value: Any, pack: _Pack, what: str) -> slice | npt.NDArray[Any]:
+def _place(value: Any, pack: _Pack, what: str) -> _Spot:
     """Where a score or flag will be read, or its value if it is on the host already; TypeError for what is neither."""
     if isinstance(value, Tensor):
         if value.ndim > 1 or value.is_complex():
-            raise TypeError(f"Signal.{what} has 0 or 1 dimensions and is real; got {value.dtype} of {tuple(value.shape)}")
+            raise TypeError(
+                f"Signal.{what} has 0 or 1 dimensions and is real; got {value.dtype} of {tuple(value.shape)}"
+            )
         return pack.add(value)
     if isinstance(value, (bool, int, float, np.bool_, np.number)):
         return np.asarray([value])
@@ -103,14 +107,7 @@ def read(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Faile
     if len(event.learning_rates):
         wanted["lr"] = event.learning_rates[0]
     scalars = {key: _place(value, pack, key) for key, value in wanted.items()}
-    placed: list[tuple[str, Signal, Any, Any]] = []
-    for name, signal in answers:
-        try:
-            if not isinstance(signal, Signal):
-                raise TypeError(f"a detector returns a Signal or None; got {type(signal).__name__}")
-            placed.append((name, signal, _place(signal.score, pack, "score"), _place(signal.fired, pack, "fired")))
-        except TypeError as error:
-            failed(name, error)
+    placed = _place_all(answers, pack, failed)
     try:
         host = pack.read(event.norms.device)
     except (RuntimeError, NotImplementedError):
@@ -119,13 +116,37 @@ def read(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Faile
             raise
         return read(good, event, failed)
 
-    def value(place: Any) -> npt.NDArray[Any]:
-        return host[place] if isinstance(place, slice) else place
+    values = {key: float(host[place][0] if isinstance(place, slice) else place[0]) for key, place in scalars.items()}
+    fired = _fired(placed, host, values, failed)
+    return Reading(fired, values, host[norms])
 
-    values = {key: float(value(place)[0]) for key, place in scalars.items()}
+
+def any_fired(answers: Sequence[tuple[str, Any]], like: Tensor, failed: Failed) -> list[Answer]:
+    """The answers of which some entry is true, with one host read for all; for hooks whose numbers are not recorded."""
+    pack = _Pack()
+    placed = _place_all(answers, pack, failed)
+    host = pack.read(like.device) if pack.parts else np.zeros(0)
+    return _fired(placed, host, {}, failed)
+
+
+def _place_all(answers: Sequence[tuple[str, Any]], pack: _Pack, failed: Failed) -> list[_Placed]:
+    placed: list[_Placed] = []
+    for name, signal in answers:
+        try:
+            if not isinstance(signal, Signal):
+                raise TypeError(f"a detector returns a Signal or None; got {type(signal).__name__}")
+            placed.append((name, signal, _place(signal.score, pack, "score"), _place(signal.fired, pack, "fired")))
+        except TypeError as error:
+            failed(name, error)
+    return placed
+
+
+def _fired(placed: Sequence[_Placed], host: npt.NDArray[Any], values: dict[str, float], failed: Failed) -> list[Answer]:
+    """Hand every detector its scores, note the largest in ``values``, and give back the answers that fired."""
     fired: list[Answer] = []
     for name, signal, score, flag in placed:
-        scores = value(score)
+        scores = host[score] if isinstance(score, slice) else score
+        hits = host[flag] if isinstance(flag, slice) else flag
         if len(scores):
             values[name] = float(scores.max())
         if signal.learn is not None:
@@ -133,22 +154,6 @@ def read(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Faile
                 signal.learn(scores.tolist())
             except Exception as error:  # noqa: BLE001 - the plugin's failure, not the run's
                 failed(name, error)
-        if np.count_nonzero(value(flag) == 1):  # NaN is not a verdict
+        if np.count_nonzero(hits == 1):  # NaN is not a verdict
             fired.append((name, signal))
-    return Reading(fired, values, host[norms])
-
-
-def any_fired(answers: Sequence[tuple[str, Any]], like: Tensor, failed: Failed) -> list[Answer]:
-    """The answers of which some entry is true, with one host read for all; for hooks whose numbers are not recorded."""
-    pack = _Pack()
-    placed: list[tuple[str, Signal, Any]] = []
-    for name, signal in answers:
-        try:
-            if not isinstance(signal, Signal):
-                raise TypeError(f"a detector returns a Signal or None; got {type(signal).__name__}")
-            placed.append((name, signal, _place(signal.fired, pack, "fired")))
-        except TypeError as error:
-            failed(name, error)
-    host = pack.read(like.device) if pack.parts else np.zeros(0)
-    hits = [(n, s, host[p] if isinstance(p, slice) else p) for n, s, p in placed]
-    return [(n, s) for n, s, hit in hits if np.count_nonzero(hit == 1)]
+    return fired

@@ -79,7 +79,7 @@ class Source:
         self._known = dict(known)
         self._order = {key: i for i, key in enumerate(known)}
         self._listener = listener
-        self._stash: list[tuple[nn.Parameter, Tensor]] = []
+        self._stash: list[tuple[Tensor, Tensor]] = []
         self._group_of: list[int] = []
         self._sizes: list[int] = []
         self._plain = False
@@ -276,9 +276,7 @@ def observed(loss: Any) -> Any:
     try:
         return float(loss)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"flow.observe(loss=...) takes a 0-d tensor or a number; got {type(loss).__name__}"
-        ) from None
+        raise TypeError(f"flow.observe(loss=...) takes a 0-d tensor or a number; got {type(loss).__name__}") from None
 
 
 def innermost(optimizer: Any) -> Optimizer:
@@ -290,7 +288,9 @@ def innermost(optimizer: Any) -> Optimizer:
             break
         seen = inner
     if not isinstance(seen, Optimizer):
-        raise SetupError(f"optimizer must be a torch.optim.Optimizer (one, a list or a dict); got {type(optimizer).__name__}")
+        raise SetupError(
+            f"optimizer must be a torch.optim.Optimizer (one, a list or a dict); got {type(optimizer).__name__}"
+        )
     return seen
 
 
@@ -321,7 +321,9 @@ def make_sources(models: naming.Models, optimizers: Any, listener: Listener) -> 
 
 def check_models(models: naming.Models) -> dict[int, str]:
     """Names by ``id(parameter)`` of all models; SetupError where there is nothing to watch."""
-    several = list(models.values()) if isinstance(models, Mapping) else models if isinstance(models, (list, tuple)) else []
+    several = (
+        list(models.values()) if isinstance(models, Mapping) else models if isinstance(models, (list, tuple)) else []
+    )
     if not isinstance(models, nn.Module) and not (several and all(isinstance(m, nn.Module) for m in several)):
         raise SetupError(f"model must be a torch.nn.Module (one, a list or a dict); got {type(models).__name__}")
     pairs = list(naming.named_parameters(models))
@@ -330,8 +332,8 @@ def check_models(models: naming.Models) -> dict[int, str]:
     meta = [name for name, p in pairs if naming.is_meta(p)]
     if meta:
         raise SetupError(
-            f"the model is on the 'meta' device (first: {meta[0]!r}): materialise it, e.g. model.to_empty(device='cpu'), "
-            "before FlowManager(model, ...)"
+            f"the model is on the 'meta' device (first: {meta[0]!r}): materialise it before FlowManager(model, ...), "
+            "e.g. model.to_empty(device='cpu')"
         )
     return {id(p): name for name, p in pairs}
 
@@ -349,7 +351,7 @@ def _check_owned(name: str, optimizer: Optimizer, known: Mapping[int, str]) -> N
         total = sum(len(group["params"]) for group in optimizer.param_groups)
         which = f"optimizer {name!r}" if name else "the optimizer"
         raise SetupError(
-            f"{len(alien)} of {total} parameters of {which} are not the model's (first: shape {tuple(alien[0].shape)}). "
+            f"{len(alien)} of {total} parameters of {which} are not the model's (first: {tuple(alien[0].shape)}). "
             "Give FlowManager all models it trains: FlowManager([model, head], optimizer); was the model replaced or "
             "copied after the optimizer was made?"
         )

@@ -73,7 +73,8 @@ def scaled_norm(values: Tensor) -> Tensor:
     wide_values = values.to(torch.float64)
     largest = torch.linalg.vector_norm(wide_values, float("inf"))
     unit = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
-    return unit * torch.linalg.vector_norm(wide_values / unit)
+    norm: Tensor = unit * torch.linalg.vector_norm(wide_values / unit)
+    return norm
 
 
 class Statistics:

@@ -120,7 +120,9 @@ class Spike:
             x[-1] = 0.0 if watched.loss_scale is None else np.arcsinh(value / watched.loss_scale)
             bad: Any = not np.isfinite(total) or (loss is not None and not math.isfinite(value))
             return x, bad
-        value = norms.new_tensor(math.nan) if loss is None else xp.as_tensor(loss, dtype=norms.dtype, device=norms.device)
+        value = (
+            norms.new_tensor(math.nan) if loss is None else xp.as_tensor(loss, dtype=norms.dtype, device=norms.device)
+        )
         scaled = value * 0 if watched.loss_scale is None else xp.asinh(value / watched.loss_scale)
         x = xp.cat((norms.log(), total.log().reshape(1), scaled.reshape(1)))
         bad = ~xp.isfinite(total)

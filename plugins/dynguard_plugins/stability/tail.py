@@ -70,7 +70,7 @@ class Threshold:
         return True
 
     def p_value(self, score: float) -> float | None:
-        """Share of clean scores expected at or above ``score``, by the fitted tail beyond the data; None before a fit."""
+        """Share of clean scores expected at or above ``score``, beyond the data by the tail; None before a fit."""
         if not self.fitted:
             return None
         values = np.array(self._scores)

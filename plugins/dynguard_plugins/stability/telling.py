@@ -120,10 +120,7 @@ def nonfinite_loss(facts: Facts, action: Action) -> Finding:
     empty = math.isnan(loss) and (still or part)
     micro = ", ".join(map(str, hit))
     what = f"the loss of micro-batch {micro} of {len(losses)} is {losses[hit[0]]}" if part else f"the loss is {loss}"
-    if still:
-        premise = f"{what} and every gradient is exactly zero"
-    else:
-        premise = f"{what} while every gradient is finite"
+    premise = f"{what} and every gradient is exactly zero" if still else f"{what} while every gradient is finite"
     return Finding(
         kind="empty_batch" if empty else "nan_loss" if math.isnan(loss) else "inf_loss",
         severity=Severity.WARNING if empty else Severity.ERROR,
@@ -133,7 +130,7 @@ def nonfinite_loss(facts: Facts, action: Action) -> Finding:
         implies="no target of it counts, e.g. all labels are ignored: a mean over nothing"
         if empty
         else "the loss is not defined on this batch, and what its gradient means is not known",
-        expected_effect="momentum and weight decay do not move weights on nothing; running means of the loss stay finite"
+        expected_effect="momentum and weight decay move nothing; running means of the loss stay finite"
         if empty
         else "no update is made from an undefined loss",
         confidence=1.0,
@@ -143,7 +140,7 @@ def nonfinite_loss(facts: Facts, action: Action) -> Finding:
 
 def spikes(facts: Facts, action: Action) -> Iterator[Finding]:
     """``loss_spike`` and ``grad_spike``."""
-    event, layers = facts.event, facts.baseline.layers
+    layers = facts.baseline.layers
     hits = [i for i, hit in enumerate(facts.spiking.tolist()) if hit]
     hit_layers = [i for i in hits if i < layers]
     rises = [float(r) for r in facts.score.rise.tolist()]
