@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from dynguard.errors import RunDirectoryError, SetupError, TrainingStopped
+from dynguard.errors import SetupError, TrainingStopped
 
 OPTIMIZERS = "torch.optim.optimizer"
 HERE = str(Path(__file__).parent) + os.sep
@@ -38,16 +38,17 @@ class Settings:
         Raises:
             PluginError: an unknown plugin or option, or a configuration that can't be read.
             SetupError: an unknown mode.
-            RunDirectoryError: the run directory can't be written to or holds a run.
+            RunDirectoryError: the run directory can't be made or written to, or holds a run.
         """
         from dynguard import registry, settings
+        from dynguard.history import create_run_directory
 
         config = registry.load_config(self.config)
         settings.Settings.make({} if self.mode is None else {"mode": self.mode}, config)
         wanted = self.plugins if self.plugins is not None else config.plugins
         registry.resolve("default" if wanted is None else wanted, config.options)
         if self.run_dir is not None:
-            _check_directory(self.run_dir)
+            create_run_directory(self.run_dir, resume=False)
 
     def keywords(self) -> dict[str, Any]:
         """The keywords for FlowManager, without those that were not given."""
@@ -62,17 +63,6 @@ class Settings:
             "config": config and config.absolute(),
         }
         return {name: value for name, value in given.items() if value is not None}
-
-
-def _check_directory(directory: Path) -> None:
-    if (directory / "history.sqlite").exists():
-        raise RunDirectoryError(f"run directory {directory} already holds a run. Give another one: --run-dir NEW")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunDirectoryError(f"run directory {directory} can't be made: {error.strerror or error}") from None
-    if not os.access(directory, os.W_OK):
-        raise RunDirectoryError(f"run directory {directory} is not writable")
 
 
 def run(target: str, arguments: Sequence[str] = (), *, module: bool = False, settings: Settings | None = None) -> int:

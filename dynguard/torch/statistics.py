@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from dynguard.torch.distributed import is_sharded, layout, sharded_norms
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -43,6 +46,8 @@ def norms(gradients: Sequence[Tensor | None], *, plain: bool = False) -> Tensor:
 
 
 def _norms_of_any(gradients: Sequence[Tensor | None]) -> Tensor:
+    if any(is_sharded(g) for g in gradients):
+        return _norms_over_ranks(gradients)
     reals = [None if g is None else dense(g) for g in gradients]
     present = [g for g in reals if g is not None]
     if not present:
@@ -59,6 +64,21 @@ def _norms_of_any(gradients: Sequence[Tensor | None]) -> Tensor:
         for i, value in zip(members, values, strict=True):
             out[i] = value.to(device=device, dtype=dtype, non_blocking=True)
     return torch.stack(out)
+
+
+def _norms_over_ranks(gradients: Sequence[Tensor | None]) -> Tensor:
+    """Norms where some gradients are shards of a tensor on several ranks: the norms of the whole tensors."""
+    shards: dict[Any, list[int]] = {}
+    for i, g in enumerate(gradients):
+        if g is not None and is_sharded(g):
+            shards.setdefault(layout(g), []).append(i)
+    mine = {i for members in shards.values() for i in members}
+    norms = _norms_of_any([None if i in mine else g for i, g in enumerate(gradients)])
+    for members in shards.values():
+        values = sharded_norms([gradients[i] for i in members])  # type: ignore[misc]
+        norms = norms.to(values.device, torch.promote_types(norms.dtype, values.dtype))
+        norms[torch.tensor(members, device=values.device)] = values.to(norms.dtype)
+    return norms
 
 
 def _group_norms(gradients: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
