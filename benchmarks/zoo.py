@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class Run:
     batch: Callable[[int], Batch]
     phases: Callable[[Batch], Iterator[tuple[str, Tensor]]]
     schedule: Callable[[int], float]
+    spoil: dict[str, Callable[[Batch], Batch]] = field(default_factory=dict)  # kind of bad batch -> how it comes about
 
     def set_rate(self, step: int) -> None:
         for optimizer in self.optimizers.values():
@@ -260,6 +261,42 @@ def tiny_batch(seed: int, g: torch.Generator) -> Run:
                **single(model, optimizer, lambda m, b: F.cross_entropy(m(b[0]), b[1])))  # fmt: skip
 
 
+def scaled_input(b: Batch) -> Batch:
+    """A unit error: inputs 30 times too large."""
+    return (b[0] * 30, *b[1:])
+
+
+def shuffled_labels(b: Batch) -> Batch:
+    """Labels that belong to other samples."""
+    last = b[-1]
+    return (*b[:-1], last[torch.randperm(len(last))])
+
+
+def random_tokens(b: Batch) -> Batch:
+    """Garbage in place of text."""
+    return torch.randint(0, 128, b.shape)
+
+
+def scaled_targets(b: Batch) -> Batch:
+    """A unit error: targets 30 times too large."""
+    return (*b[:-1], b[-1] * 30)
+
+
+def far_real(b: Batch) -> Batch:
+    """Real samples from elsewhere."""
+    return (b[0] * 30, *b[1:])
+
+
+SPOIL: dict[str, dict[str, Callable[[Batch], Batch]]] = {
+    "mlp": {"outlier_batch": scaled_input, "label_noise": shuffled_labels},
+    "regression": {"outlier_batch": scaled_targets, "label_noise": shuffled_labels},
+    "cnn": {"outlier_batch": scaled_input, "label_noise": shuffled_labels},
+    "gpt": {"outlier_batch": random_tokens},
+    "rnn": {"outlier_batch": scaled_targets, "label_noise": shuffled_labels},
+    "gan": {"outlier_batch": far_real},
+    "factorisation": {"label_noise": shuffled_labels},
+    "tiny_batch": {"outlier_batch": scaled_input, "label_noise": shuffled_labels},
+}
 KINDS: dict[str, Callable[[int, torch.Generator], Run]] = {
     "mlp": mlp,
     "regression": regression,
@@ -275,4 +312,6 @@ KINDS: dict[str, Callable[[int, torch.Generator], Run]] = {
 def make(kind: str, seed: int) -> Run:
     """Build a run; its weights and batches follow from the seed alone."""
     torch.manual_seed(seed)
-    return KINDS[kind](seed, torch.Generator().manual_seed(10_000 + seed))
+    run = KINDS[kind](seed, torch.Generator().manual_seed(10_000 + seed))
+    run.spoil = SPOIL[kind]
+    return run

@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import platform
 import sys
 import time
-import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import dynguard
-from dynguard import registry, selfreport
+from dynguard import registry, selfreport, state
 from dynguard.actions import Intervention
 from dynguard.bus import Bus
 from dynguard.delivery import Delivery
 from dynguard.errors import ClosedError, MissingExtraError, RunDirectoryError, SetupError, TrainingStopped
 from dynguard.events import LossEvent, RunInfo
+from dynguard.farewell import close_at_exit
 from dynguard.findings import Finding, RunEnd, RunStart, Section
 from dynguard.history import create_run_directory
 from dynguard.judge import Judge
-from dynguard.settings import Settings
+from dynguard.overhead import Overhead, measure
+from dynguard.settings import Options, Settings
 
 if TYPE_CHECKING:
-    from dynguard.torch.source import Source, Successors
+    from dynguard.torch.source import Source
+    from dynguard.torch.watch import Watch
 
 log = logging.getLogger("dynguard")
-
-
-@dataclass(frozen=True, slots=True)
-class Overhead:
-    """What a plugin has cost: seconds in its hooks (for a sink, of its own worker thread), share of the run, calls."""
-
-    seconds: float
-    share: float
-    calls: int
 
 
 class FlowManager:
@@ -57,21 +48,21 @@ class FlowManager:
         optimizer: its optimizer, or a list or dict (name -> optimizer) of several.
         plugins: names, instances, ``(name, options)`` pairs and the presets ``"default"`` and ``"deep"``. None takes
             them from ``dynguard.toml`` or ``[tool.dynguard]`` in the working directory, else ``"default"``.
-        loss_fn: ``(model, batch) -> loss``, for detectors that evaluate the loss themselves.
+        loss_fn: ``(model, batch) -> loss``, for what evaluates the loss itself: curvature, and finding the module that
+            first produced a NaN.
         run_dir: where the run's files go; default a new folder under ``./dynguard-runs``.
         resume: go on writing into a ``run_dir`` that holds a run already.
         config: a configuration file to read instead.
-        mode: ``"guard"``, or ``"observe"`` to change nothing and only say what would have been done.
-        strict: a plugin's exception is re-raised instead of isolated (for tests).
-        max_failures: after so many exceptions a plugin is switched off.
-        max_consecutive_skips: after so many skipped steps in a row ``exhausted`` decides.
-        exhausted: ``"accept"`` the new regime, ``"rollback"`` or ``"raise"``.
-        parameters_every: every how many steps the parameters are looked at after the update.
-        diagnose_every: every how many steps slow faults are looked for.
-        close_timeout: seconds that sinks have at ``close()`` to bring out what they hold.
+        on_rollback: called with (intervention, step of the snapshot) after a rollback, so that a data loader can jump
+            past the bad batches.
+        ranks: which ranks decide together: None finds out (DDP, sharded parameters), False none, True all, or a
+            process group.
+        settings: see :class:`dynguard.settings.Settings`: ``mode``, ``reads``, ``max_consecutive_skips``,
+            ``exhausted``, ``strict``, ``max_failures``, ``parameters_every``, ``diagnose_every``, ``snapshot_every``,
+            ``snapshot_keep``, ``snapshot_bytes``, ``snapshot_dir``, ``close_timeout``.
 
     Raises:
-        SetupError: nothing to watch, or parameters that are not the model's, or an optimizer watched already.
+        SetupError: nothing to watch, parameters that are not the model's, a watched optimizer, a wrong setting.
         PluginError, OptionError, MissingExtraError: a plugin can't be found, loaded or configured.
         RunDirectoryError: ``run_dir`` is not writable or holds a run.
     """
@@ -82,65 +73,45 @@ class FlowManager:
         optimizer: Any = None,
         *,
         plugins: Iterable[registry.Wanted] | registry.Wanted | None = None,
-        loss_fn: Any = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
         config: str | os.PathLike[str] | None = None,
-        mode: Literal["guard", "observe"] | None = None,
-        strict: bool | None = None,
-        max_failures: int | None = None,
-        max_consecutive_skips: int | None = None,
-        exhausted: Literal["accept", "rollback", "raise"] | None = None,
-        parameters_every: int | None = None,
-        diagnose_every: int | None = None,
-        close_timeout: float | None = None,
+        on_rollback: Callable[[Intervention, int], Any] | None = None,
+        ranks: Any = None,
+        **settings: Unpack[Options],
     ) -> None:
         given = registry.load_config(None if config is None else Path(config)) if plugins is None or config else None
-        own = {
-            "mode": mode, "strict": strict, "max_failures": max_failures, "exhausted": exhausted,
-            "max_consecutive_skips": max_consecutive_skips, "parameters_every": parameters_every,
-            "diagnose_every": diagnose_every, "close_timeout": close_timeout,
-        }  # fmt: skip
-        settings = Settings.make({k: v for k, v in own.items() if v is not None}, given)
-        chosen = (
-            plugins if plugins is not None else (given.plugins if given and given.plugins is not None else "default")
-        )
-        self._closed = False
-        self._started = False
-        self._sources: list[Source] = []
-        self._successors: Successors | None = None
-        self._close_timeout = settings.close_timeout
+        self._settings = Settings.make(settings, given)
+        if plugins is None:
+            plugins = given.plugins if given and given.plugins is not None else "default"
         self.loss_fn = loss_fn
-        self._tracked: dict[str, Any] = {}
-        resolved = registry.resolve(chosen, given.options if given else None)
+        self._ranks = ranks
+        self._closed = self._started = False
+        self._watch: Watch | None = None
         self._bus = Bus(
-            resolved, strict=settings.strict, max_failures=settings.max_failures, report=self._plugin_failed
+            registry.resolve(plugins, given.options if given else None),
+            strict=self._settings.strict,
+            max_failures=self._settings.max_failures,
+            report=self._plugin_failed,
         )
         self._delivery = Delivery([self._bus.lane(name) for name, _ in self._bus.sinks()], failed=self._sink_failed)
-        self._judge = Judge(
-            self._bus,
-            settings.policy,
-            self._delivery.put,
-            parameters_every=settings.parameters_every,
-            diagnose_every=settings.diagnose_every,
-        )
+        self._judge = Judge(self._bus, self._settings, self._delivery.put, on_rollback)
         self._began = time.perf_counter()
         self._own_seconds = 0.0
         self._own_calls = 0
         self._given_dir = None if run_dir is None else Path(run_dir)
         self._resume = resume
         self.run_directory: Path | None = None
-        self._rank, self._world = 0, 1
         if model is not None or optimizer is not None:
-            self._watch(model, optimizer)
-        if self._given_dir is not None and self._rank == 0:
-            try:
-                self.run_directory = create_run_directory(self._given_dir, resume=resume)
-            except RunDirectoryError:
-                self._detach()
-                raise
+            self._watch_from_start(model, optimizer)
+        try:
+            self._make_given_directory()
+        except RunDirectoryError:
+            self._detach()
+            raise
         self.run = self._run_name()
-        self._goodbye = _close_at_exit(self)
+        self._goodbye = close_at_exit(self)
 
     # -- what a training loop calls
 
@@ -155,6 +126,7 @@ class FlowManager:
         Raises:
             ClosedError: after ``close()``.
             TypeError: the loss is neither a number nor a tensor.
+            TrainingStopped: a scaler that is tracked has collapsed, and the policy says RAISE.
         """
         if self._closed:
             raise ClosedError("this FlowManager is closed: call observe() before close(), or make a new FlowManager")
@@ -166,15 +138,16 @@ class FlowManager:
             loss = observed(loss)
         judge = self._judge
         judge.observed.renew()
-        micro = len(judge.observed.losses)
-        judge.observe(LossEvent(judge.steps, micro, loss, batch, metrics or {}))
+        judge.observe(LossEvent(judge.steps, len(judge.observed.losses), loss, batch, metrics or {}))
+        if self._watch is not None:
+            judge.check_scaler(self._watch)
         self._own_seconds += time.perf_counter() - started
 
     def track(self, *, scaler: Any = None, ema: Any = None, scheduler: Any = None) -> None:
         """Name what else belongs to the state of training: a GradScaler, an EMA model, a learning-rate scheduler."""
         for name, thing in (("scaler", scaler), ("ema", ema), ("scheduler", scheduler)):
             if thing is not None:
-                self._tracked[name] = thing
+                self._torch().track(name, thing)
 
     def attach(self, optimizer: Any, model: Any = None, name: str | None = None) -> None:
         """Watch one more optimizer, from the step in progress on if there is one.
@@ -187,10 +160,9 @@ class FlowManager:
         """
         if self._closed:
             raise ClosedError("this FlowManager is closed: attach() before close(), or make a new FlowManager")
-        from dynguard.torch.attach import attach
-
-        label = name if name is not None else f"optimizer{len(self._sources)}"
-        self._sources.append(attach(optimizer, model, label, self))
+        watch = self._torch()
+        watch.attach(optimizer, model, name if name is not None else f"optimizer{len(watch.sources)}")
+        self._make_given_directory()
         self._start()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -200,9 +172,20 @@ class FlowManager:
         """
         if self._closed:
             return
-        self._start()
+        seen = self._started or bool(self._sources)
+        if seen:
+            self._start()
         self._closed = True
+        self._judge.finish(self._sources)
         self._detach()
+        if seen:
+            self._say_goodbye(error)
+        late = self._delivery.close(self._settings.close_timeout)
+        for sink, why in late.items():
+            log.warning("sink %r did not finish: %s", sink, why)
+        self._goodbye()
+
+    def _say_goodbye(self, error: BaseException | None) -> None:
         if not isinstance(error, TrainingStopped):
             self._judge.diagnose(max(self.step - 1, 0))
         for section in self.summarize():
@@ -210,18 +193,12 @@ class FlowManager:
         self._say_dropped()
         text = None if error is None else f"{type(error).__name__}: {error}"
         seconds = {name: cost.seconds for name, cost in self.overhead().items()}
-        self._delivery.put(
-            RunEnd(
-                run=self.run, time=time.time(), steps=self.step, error=text, overhead=seconds,
-                dropped=self._delivery.dropped,
-            ),
-            True,
+        end = RunEnd(
+            run=self.run, time=time.time(), steps=self.step, error=text, overhead=seconds,
+            dropped=self._delivery.dropped,
         )  # fmt: skip
+        self._delivery.put(end, True)
         self._bus.channels["on_run_end"].each(self._info(), error)
-        late = self._delivery.close(self._close_timeout)
-        for sink, why in late.items():
-            log.warning("sink %r did not finish: %s", sink, why)
-        self._goodbye()
 
     def __enter__(self) -> Self:
         return self
@@ -263,13 +240,8 @@ class FlowManager:
         A plugin's hot hooks are timed at each of the first 64 calls and at one in 64 afterwards, weighted. A sink's
         seconds pass in its own thread: the run does not wait for them.
         """
-        elapsed = max(time.perf_counter() - self._began, 1e-9)
-        cost = {name: (meter.seconds, meter.calls) for name, meter in self._bus.meters.items()}
-        for name, seconds in self._delivery.seconds.items():
-            have = cost.get(name, (0.0, 0))
-            cost[name] = (have[0] + seconds, have[1] + self._delivery.calls.get(name, 0))
-        cost["dynguard"] = (self._own_seconds, self._own_calls)
-        return {name: Overhead(seconds, seconds / elapsed, calls) for name, (seconds, calls) in cost.items()}
+        own = (self._own_seconds, self._own_calls)
+        return measure(self._bus, self._delivery, own, time.perf_counter() - self._began)
 
     def summarize(self) -> list[Section]:
         """A section of tables, figures and findings from every plugin that reports."""
@@ -284,31 +256,18 @@ class FlowManager:
         return sections
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the watch, to be saved with a checkpoint: steps and every plugin's ``state_dict()``."""
-        plugins: dict[str, Any] = {}
-        for name, plugin in self._bus.plugins:
-            if hasattr(plugin, "state_dict"):
-                plugins.update(self._bus.guard(name, "state_dict", lambda n=name, p=plugin: [(n, p.state_dict())]))  # type: ignore[misc]
-        sources = {
-            s.name: {"step": s.step, "consecutive_skips": self._judge.arbiter(s.name).consecutive}
-            for s in self._sources
-        }
-        return {"version": 1, "sources": sources, "plugins": plugins}
+        """The state of the watch, to be saved with a checkpoint: steps and every plugin's ``state_dict()``.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the watch where ``state_dict()`` left it. A plugin that was not enabled then starts afresh."""
-        if state.get("version") != 1:
-            raise SetupError(f"not a FlowManager state of version 1: {str(state)[:80]}")
-        for source in self._sources:
-            if source.name in state["sources"]:
-                saved = state["sources"][source.name]
-                source.step = saved["step"]
-                self._judge.arbiter(source.name).consecutive = saved["consecutive_skips"]
-                self._judge.steps = max(self._judge.steps, source.step)
-        for name, plugin in self._bus.plugins:
-            if name in state["plugins"] and hasattr(plugin, "load_state_dict"):
-                saved = state["plugins"][name]
-                self._bus.guard(name, "load_state_dict", lambda p=plugin, s=saved: [p.load_state_dict(s)])  # type: ignore[misc]
+        Numbers, strings, lists and dicts throughout, so that ``torch.load(..., weights_only=True)`` takes it.
+        """
+        return state.save(self._sources, self._judge, self._bus)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take up the watch where ``state_dict()`` left it. A plugin that was not enabled then starts afresh.
+
+        Raises SetupError where this is not a state of a FlowManager.
+        """
+        state.load(saved, self._sources, self._judge, self._bus)
 
     # -- what the sources call (dynguard.torch.source.Listener)
 
@@ -340,23 +299,41 @@ class FlowManager:
 
     # -- inside
 
-    def _watch(self, model: Any, optimizer: Any) -> None:
+    @property
+    def _sources(self) -> list[Source]:
+        return self._watch.sources if self._watch is not None else []
+
+    def _torch(self) -> Watch:
+        if self._watch is None:
+            try:
+                from dynguard.torch.watch import Watch
+            except ModuleNotFoundError as error:
+                if error.name != "torch":
+                    raise
+                raise MissingExtraError("torch", "torch", "watching a neural network") from error
+            self._watch = self._judge.watch = Watch(self, self._settings, self.loss_fn, self._ranks)
+        return self._watch
+
+    def _watch_from_start(self, model: Any, optimizer: Any) -> None:
         if model is None or optimizer is None:
             missing = "model" if model is None else "optimizer"
             raise SetupError(f"FlowManager(model, optimizer) needs both: {missing} is None")
-        try:
-            from dynguard.torch.source import Successors, make_sources, rank_and_world
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("torch", "torch", "watching a neural network") from error
-        self._sources = make_sources(model, optimizer, self)
-        self._successors = Successors(self._sources)
-        self._rank, self._world = rank_and_world()
+        self._torch().watch(model, optimizer)
 
     def _detach(self) -> None:
-        for source in self._sources:
-            source.detach()
-        if self._successors is not None:
-            self._successors.detach()
+        if self._watch is not None:
+            self._watch.detach()
+
+    @property
+    def _rank(self) -> int:
+        if self._watch is not None:
+            return self._watch.rank
+        return int(os.environ.get("RANK", "0")) if self._given_dir is None else 0
+
+    def _make_given_directory(self) -> None:
+        """Make the run directory that was asked for, once, on the first rank."""
+        if self._given_dir is not None and self.run_directory is None and self._rank == 0:
+            self.run_directory = create_run_directory(self._given_dir, resume=self._resume)
 
     def _run_name(self) -> str:
         if self._given_dir is not None:
@@ -386,13 +363,13 @@ class FlowManager:
             parameters={s.name: s.names for s in self._sources},
             plugins=self.plugins,
             rank=self._rank,
-            world_size=self._world,
+            world_size=1 if self._watch is None else self._watch.world_size,
             info={
                 "dynguard": dynguard.__version__,
                 "python": platform.python_version(),
                 "torch": str(getattr(torch, "__version__", "")) or None,
                 "plugins": list(self.plugins),
-                "policy": self._judge.policy.model_dump(mode="json"),
+                "settings": self._settings.model_dump(mode="json"),
                 "optimizers": {s.name: type(s.optimizer).__name__ for s in self._sources},
             },
         )
@@ -411,19 +388,12 @@ class FlowManager:
         self._judge.report(selfreport.sink_dropped(sink, count, self.step) for sink, count in lost.items())
 
     def _own_failure(self, doing: str, error: Exception) -> None:
+        """dynguard's own fault: the step goes on unjudged; it is said once."""
         if self._bus.strict:
             raise error
-        self._bus.failed("dynguard", doing, error)
-
-
-def _close_at_exit(flow: FlowManager) -> Any:
-    """Close a manager that its user forgot, at interpreter exit; returns what cancels that."""
-    reference = weakref.ref(flow)
-
-    def goodbye() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    atexit.register(goodbye)
-    return lambda: atexit.unregister(goodbye)
+        if self._bus.failures.get("dynguard", 0) == 0:
+            log.warning(
+                "dynguard failed in %s: %s: %s; training goes on", doing, type(error).__name__, error, exc_info=error
+            )
+            self._judge.report([selfreport.plugin_failed("dynguard", doing, error, 1, self.step)])
+        self._bus.failures["dynguard"] = self._bus.failures.get("dynguard", 0) + 1

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dynguard.actions import Action, Arbiter, Intervention, Policy, Verdict
-from dynguard.bus import Bus
+from dynguard.actions import Action, Arbiter, Intervention, Verdict
+from dynguard.bus import FAILURES, Bus
 from dynguard.errors import GradientSpikeError
 from dynguard.events import GradientEvent, LossEvent
 from dynguard.findings import Finding, Metrics, Names, Record, Severity
+from dynguard.settings import Settings
 from dynguard.signals import Signal
 
 if TYPE_CHECKING:
+    from dynguard.torch.reading import Reading
     from dynguard.torch.source import Source
+    from dynguard.torch.watch import Watch
+
+log = logging.getLogger("dynguard")
 
 KEPT = 10_000  # findings and interventions kept in memory; sinks get all
 
@@ -40,26 +46,24 @@ class Judge:
 
     Args:
         bus: the plugins.
-        policy: how findings become an action.
+        settings: how findings become an action, and how often to look.
         put: where records go: ``put(record, urgent)``.
-        parameters_every: every how many steps the parameters are looked at after the update.
-        diagnose_every: every how many steps slow faults are asked for.
+        on_rollback: told (intervention, step of the snapshot) after a rollback.
     """
 
     def __init__(
         self,
         bus: Bus,
-        policy: Policy,
+        settings: Settings,
         put: Callable[[Record, bool], None],
-        *,
-        parameters_every: int,
-        diagnose_every: int,
+        on_rollback: Callable[[Intervention, int], Any] | None = None,
     ) -> None:
         self.bus = bus
-        self.policy = policy
+        self.settings = settings
+        self.policy = settings.policy
         self.put = put
-        self.parameters_every = parameters_every
-        self.diagnose_every = diagnose_every
+        self.on_rollback = on_rollback
+        self.watch: Watch | None = None
         self.findings: deque[Finding] = deque(maxlen=KEPT)
         self.interventions: deque[Intervention] = deque(maxlen=KEPT)
         self.observed = Observed()
@@ -81,10 +85,16 @@ class Judge:
             observed.batches.append(event.batch)
         observed.answers += self.bus.loss(event)
 
+    # -- before the update
+
     def before(self, source: Source, loss: Any) -> None:
         """Judge the step that is about to happen, and act. Raises GradientSpikeError only on a RAISE verdict."""
+        from dynguard.torch import deferred
         from dynguard.torch.reading import read
 
+        watch = self.watch
+        assert watch is not None
+        watch.quiet = 0
         observed = self.observed
         if loss is not None and (observed.used or not observed.losses):
             observed.renew()
@@ -92,31 +102,76 @@ class Judge:
         observed.used = True
         source.refresh()
         event = source.gradient_event(observed.losses, observed.batches)
-        answers = self.bus.gradients(event) if not observed.answers else observed.answers + self.bus.gradients(event)
-        reading = read(answers, event, self._nonsense)
+        answers = [*observed.answers, *self.bus.gradients(event)]
+        if watch.keeper is not None:
+            answers += watch.keeper.answers(source)
         if source.changed:
             source.changed = False
             self.put(Names(vector="gradient_norm", names=source.names, source=source.name), False)
-        self.put(Metrics(source.step, reading.values, {"gradient_norm": reading.norms}, source.name), False)
-        arbiter = self.arbiter(source.name)
-        if reading.fired:
-            found = self.explain(reading.fired, source.step, source.name)
-            verdict = arbiter.decide(found)
-            self.report(found)
-            self._act(source, event, verdict, found)
+        if source.deferred:
+            for late in deferred.exchange(source, answers, event, self._nonsense, watch):
+                self.conclude_late(source, late)
         else:
-            arbiter.consecutive = 0
-            source.rejected = False
+            self._decide(source, event, read(answers, event, self._nonsense, watch.ranks))
         if not source.skipped:
             self.bus.adjust(event)
 
+    def _decide(self, source: Source, event: GradientEvent, reading: Reading) -> None:
+        self._record(source, event.step, reading)
+        if not reading.fired and not reading.fired_elsewhere:
+            self.arbiter(source.name).clean()
+            source.rejected = False
+            return
+        found, verdict = self._weigh(source, event, reading)
+        self.report(found)
+        self._act(source, verdict, found)
+
+    def _record(self, source: Source, step: int, reading: Reading) -> None:
+        self.put(Metrics(step, reading.values, {"gradient_norm": reading.norms}, source.name), False)
+
+    def _weigh(self, source: Source, event: GradientEvent, reading: Reading) -> tuple[list[Finding], Verdict]:
+        """What is known about a step that fired, and the verdict that all ranks come to."""
+        watch = self.watch
+        assert watch is not None
+        found = self.explain(reading.fired, event.step, source.name)
+        can_roll_back = False
+        if watch.keeper is not None:
+            try:
+                found = watch.keeper.examine(source, event, found)
+            except FAILURES as error:
+                log.warning("the origin of a fault could not be looked for: %s", error, exc_info=error)
+            can_roll_back = watch.keeper.can_roll_back
+        verdict = self.arbiter(source.name).decide(found, can_roll_back=can_roll_back)
+        if watch.ranks is not None:
+            verdict = watch.ranks.agree(verdict, event.norms.device)
+        return found, verdict
+
+    def conclude_late(self, source: Source, late: Any) -> None:
+        """A step judged on the device whose numbers have now arrived: say what happened, and do what is left to do."""
+        self._record(source, late.event.step, late.reading)
+        if not late.reading.fired:
+            self.arbiter(source.name).clean()
+            return
+        found, verdict = self._weigh(source, late.event, late.reading)
+        self.report(found)
+        if late.dropped and verdict.action < Action.SKIP:
+            verdict = verdict.model_copy(update={"action": Action.SKIP})
+        if verdict.action in (Action.ROLLBACK, Action.RAISE):
+            self._act(source, verdict, found)
+        elif verdict.action is Action.SKIP:
+            self._note(source, verdict, late.event.step)
+
+    # -- after the update
+
     def after(self, source: Source) -> None:
-        """Look at what the update did, when due; ask for slow faults, when due."""
+        """Look at what the update did, when due; keep what is good; ask for slow faults, when due."""
         step = source.step + 1
         self.steps = max(self.steps, step)
-        if self.bus.parameters.calls and not step % self.parameters_every:
+        if self.bus.parameters.calls and not step % self.settings.parameters_every:
             self._look_again(source)
-        if not step % self.diagnose_every:
+        if self.watch is not None and self.watch.keeper is not None:
+            self.watch.keeper.after_step(self.steps)
+        if not step % self.settings.diagnose_every:
             self.diagnose(source.step, source.name)
 
     def _look_again(self, source: Source) -> None:
@@ -126,9 +181,22 @@ class Judge:
         fired = any_fired(self.bus.parameters(event), event.norms, self._nonsense_parameters)
         if fired:
             found = self.explain(fired, source.step, source.name)
-            verdict = self.arbiter(source.name).decide(found)
+            keeper = self.watch.keeper if self.watch is not None else None
+            verdict = self.arbiter(source.name).decide(found, can_roll_back=keeper is not None and keeper.can_roll_back)
             self.report(found)
-            self._conclude(source, verdict)
+            if verdict.action in (Action.ROLLBACK, Action.RAISE):
+                self._act(source, verdict, found)
+
+    def check_scaler(self, watch: Watch) -> None:
+        """A GradScaler that drops every step never lets an optimizer step: seen from the losses alone."""
+        found = watch.scaler_collapse(self.steps)
+        if found is not None:
+            verdict = self.arbiter(found.source).decide([found])
+            self.report([found])
+            if verdict.action is Action.RAISE:
+                self._note(None, verdict, found.step)
+                if verdict.carried_out:
+                    raise self.stop(verdict, found.step)
 
     def diagnose(self, step: int, source: str = "") -> list[Finding]:
         """Ask every detector for slow faults, and report them."""
@@ -138,6 +206,20 @@ class Judge:
             found += self._signed(name, items, step, source, "diagnose")
         self.report(found)
         return found
+
+    def finish(self, sources: Sequence[Source]) -> None:
+        """The run ends: what was judged on the device and has not been told yet is told now."""
+        from contextlib import suppress
+
+        for source in sources:
+            if source.deferred:
+                from dynguard.torch import deferred
+
+                for late in deferred.collect(source, wait=True):
+                    with suppress(GradientSpikeError):  # the run is over: there is nothing left to stop
+                        self.conclude_late(source, late)
+
+    # -- findings
 
     def explain(self, fired: Iterable[tuple[str, Signal]], step: int, source: str) -> list[Finding]:
         """The findings of all signals that fired, signed with detector, step and source."""
@@ -168,33 +250,61 @@ class Judge:
             self.findings.append(finding)
             self.put(finding, finding.severity >= Severity.WARNING)
 
-    def _act(self, source: Source, event: GradientEvent, verdict: Verdict, found: Sequence[Finding]) -> None:
-        source.rejected = verdict.carried_out and verdict.action >= Action.SKIP
-        if verdict.carried_out and verdict.action is Action.CLIP:
-            source.clip(*_limits(found))
-        elif verdict.carried_out and verdict.action in (Action.SKIP, Action.ROLLBACK):
-            source.skip()
-        self._conclude(source, verdict)
+    # -- deeds
 
-    def _conclude(self, source: Source, verdict: Verdict) -> None:
+    def _act(self, source: Source, verdict: Verdict, found: Sequence[Finding]) -> None:
+        """Carry the verdict out on the source, then tell."""
+        action = verdict.action if verdict.carried_out else Action.PROCEED
+        source.rejected = action >= Action.SKIP
+        to_step = None
+        if action is Action.CLIP:
+            source.clip(*limits(found))
+        elif action in (Action.SKIP, Action.ROLLBACK):
+            source.skip()
+        keeper = self.watch.keeper if self.watch is not None else None
+        if keeper is not None and action is Action.SKIP:
+            keeper.undo()
+        elif keeper is not None and keeper.can_roll_back and action in (Action.ROLLBACK, Action.RAISE):
+            if action is Action.ROLLBACK or any(f.kind == "nonfinite_param" for f in found):
+                to_step = keeper.roll_back()
+                verdict = verdict.model_copy(
+                    update={"reason": f"{verdict.reason}; back to the weights of step {to_step}"}
+                )
+            else:
+                keeper.undo()
+        intervention = self._note(source, verdict, source.step)
+        if intervention is None or not verdict.carried_out:
+            return
+        if action is Action.RAISE:
+            raise self.stop(verdict, source.step)
+        if to_step is not None and self.on_rollback is not None:
+            self._tell_rollback(intervention, to_step)
+
+    def _tell_rollback(self, intervention: Intervention, to_step: int) -> None:
+        assert self.on_rollback is not None
+        try:
+            self.on_rollback(intervention, to_step)
+        except FAILURES as error:
+            log.warning("on_rollback failed: %s: %s; training goes on", type(error).__name__, error, exc_info=error)
+
+    def _note(self, source: Source | None, verdict: Verdict, step: int) -> Intervention | None:
+        """Put an intervention on record and tell the guards."""
         accepted = verdict.action is Action.PROCEED and bool(verdict.reason)
         if not verdict.action.intervenes and not accepted:
-            return
-        intervention = verdict.intervention(source.step, source.name)
+            return None
+        intervention = verdict.intervention(step, "" if source is None else source.name)
         self.interventions.append(intervention)
         self.put(intervention, True)
-        if not verdict.carried_out:
-            return
-        if verdict.action is Action.RAISE:
-            raise self.stop(verdict, source.step)
-        self.bus.channels["on_intervention"].each(intervention)
+        if verdict.carried_out and verdict.action is not Action.RAISE:
+            self.bus.channels["on_intervention"].each(intervention)
+        return intervention
 
     def stop(self, verdict: Verdict, step: int) -> GradientSpikeError:
         """The error that ends a run, with its findings and interventions."""
         where = f" in {verdict.subject!r}" if verdict.subject else ""
         return GradientSpikeError(
             f"dynguard stopped the run at step {step}: {verdict.reason}{where} (detector {verdict.detector!r}). "
-            "The weights are those before this step. See error.findings and error.interventions.",
+            "This step was not taken. See error.findings and error.interventions.",
             self.findings,
             self.interventions,
         )
@@ -206,17 +316,17 @@ class Judge:
         self.bus.failed(name, "on_parameters", error)
 
 
-def _limits(found: Sequence[Finding]) -> tuple[dict[str, float], dict[str, float]]:
+def limits(found: Sequence[Finding]) -> tuple[dict[str, float], dict[str, float]]:
     """(limit, norm) by subject, "" for all gradients together, from the evidence of the findings that ask to clip.
 
     ``global_limit`` with ``global_norm`` bounds all gradients, ``gradient_limit`` with ``gradient_norm`` the subject's.
     """
-    limits: dict[str, float] = {}
+    bounds: dict[str, float] = {}
     norms: dict[str, float] = {}
     for finding in found:
         values = {e.name: float(e.value) for e in finding.evidence if isinstance(e.value, (int, float))}
         for subject, scope in ((finding.subject, "gradient"), ("", "global")):
             if finding.action is Action.CLIP and f"{scope}_limit" in values:
-                limits[subject] = values[f"{scope}_limit"]
+                bounds[subject] = values[f"{scope}_limit"]
                 norms[subject] = values.get(f"{scope}_norm", 0.0)
-    return limits, norms
+    return bounds, norms

@@ -22,8 +22,8 @@ from dynguard.options import option_table, validated
 
 GROUP = "dynguard"
 PRESETS: dict[str, tuple[str, ...]] = {
-    "default": ("spike", "console", "history"),
-    "deep": ("spike", "console", "history"),
+    "default": ("spike", "health", "console", "history"),
+    "deep": ("spike", "health", "console", "history"),
 }
 # Libraries whose absence is mended by an extra of this distribution.
 EXTRAS = {

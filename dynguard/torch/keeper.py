@@ -16,7 +16,8 @@ from dynguard.settings import Settings
 from dynguard.signals import Signal
 from dynguard.torch.attribution import attribute, forward_order
 from dynguard.torch.buffers import Buffers
-from dynguard.torch.snapshots import Snapshots, nonfinite_state
+from dynguard.torch.recovery import nonfinite_state
+from dynguard.torch.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from dynguard.torch.source import Source
@@ -120,9 +121,7 @@ class Keeper:
         if self._left > 0:
             self._left -= 1
             batches = event.batches
-            more += attribute(
-                self.models, self.loss_fn, self.given, batches, step=event.step, source=event.source
-            )
+            more += attribute(self.models, self.loss_fn, self.given, batches, step=event.step, source=event.source)
             found = [self._in_forward_order(f, event) for f in found]
         return [*more, *found]
 

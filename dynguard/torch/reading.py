@@ -11,8 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dynguard.actions import Action
 from dynguard.events import GradientEvent
 from dynguard.signals import Signal
+from dynguard.torch.distributed import Ranks
 
 Answer = tuple[str, Signal]
 
@@ -23,6 +25,7 @@ class Reading:
 
     Attributes:
         fired: the answers of which some entry was true.
+        fired_elsewhere: whether something fired on another rank.
         values: scalars by name, for the sinks: loss, gradient_norm, lr and each detector's 0-d score.
         norms: (n,) gradient norms.
     """
@@ -30,6 +33,7 @@ class Reading:
     fired: list[Answer]
     values: dict[str, float]
     norms: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, np.float32))
+    fired_elsewhere: bool = False
 
 
 def to_host(packed: Tensor) -> npt.NDArray[Any]:
@@ -42,19 +46,27 @@ class _Pack:
     """Tensors to read together, and where each lies in the result."""
 
     parts: list[Tensor] = field(default_factory=list)
+    starts: dict[int, Tensor] = field(default_factory=dict)
     length: int = 0
 
     def add(self, value: Tensor) -> slice:
         value = value.reshape(1) if value.ndim == 0 else value
         self.parts.append(value)
         start, self.length = self.length, self.length + value.shape[0]
+        self.starts[start] = value
         return slice(start, self.length)
 
+    def at(self, spot: slice) -> Tensor:
+        """The tensor that was added there."""
+        return self.starts[spot.start]
+
+    def join(self, device: torch.device) -> Tensor:
+        """All of it as one tensor on ``device``, without a host read."""
+        return torch.cat([p if p.device == device else p.to(device, non_blocking=True) for p in self.parts])
+
     def read(self, device: torch.device) -> npt.NDArray[Any]:
-        parts = self.parts
-        if any(p.device != device for p in parts):
-            parts = [p.to(device, non_blocking=True) for p in parts]
-        return to_host(torch.cat(parts))
+        """All of it on the host: the one read."""
+        return to_host(self.join(device))
 
 
 Failed = Callable[[str, Exception], object]
@@ -91,14 +103,65 @@ def _readable(name: str, signal: Signal, event: GradientEvent, failed: Failed) -
     return True
 
 
-def read(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Failed) -> Reading:
+def read(
+    answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Failed, ranks: Ranks | None = None
+) -> Reading:
     """Read a step's answers, loss and norms at once, and hand detectors their scores back.
 
     Args:
         answers: (plugin, Signal) of all detectors; anything else than a Signal is that plugin's failure.
         event: the event they answered to.
         failed: told (plugin, exception) of an answer that can't be read.
+        ranks: the other ranks, which learn whether something fired here.
     """
+    packed = pack(answers, event, failed)
+    anywhere = None
+    if ranks is not None:
+        anywhere = packed.pack.add(ranks.any(packed.any_fired(event.norms)))
+    try:
+        host = packed.pack.read(event.norms.device)
+    except (RuntimeError, NotImplementedError):
+        good = [(n, s) for n, s, *_ in packed.placed if _readable(n, s, event, failed)]
+        if len(good) == len(packed.placed):
+            raise
+        return read(good, event, failed)
+    return packed.unpack(host, failed, anywhere)
+
+
+@dataclass(slots=True)
+class Packed:
+    """A step's answers, laid out for one read."""
+
+    pack: _Pack
+    norms: slice
+    scalars: dict[str, _Spot]
+    placed: list[_Placed]
+
+    def any_fired(self, like: Tensor, least: Action = Action.PROCEED) -> Tensor:
+        """Whether any answer that may ask for ``least`` or more has fired, (1,) float on the device of ``like``."""
+        flags = [
+            (self._tensor(flag, like) == 1).any().reshape(1)
+            for _, signal, _, flag in self.placed
+            if signal.action >= least
+        ]
+        return torch.cat(flags).any().reshape(1).float() if flags else like.new_zeros(1)
+
+    def _tensor(self, spot: _Spot, like: Tensor) -> Tensor:
+        if isinstance(spot, slice):
+            return self.pack.at(spot).to(like.device)
+        return torch.as_tensor(spot, device=like.device)
+
+    def unpack(self, host: npt.NDArray[Any], failed: Failed, anywhere: slice | None = None) -> Reading:
+        """The reading, from the host's copy of the pack."""
+        values = {
+            key: float(host[place][0] if isinstance(place, slice) else place[0]) for key, place in self.scalars.items()
+        }
+        fired = _fired(self.placed, host, values, failed)
+        return Reading(fired, values, host[self.norms], anywhere is not None and bool(host[anywhere][0] == 1))
+
+
+def pack(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Failed) -> Packed:
+    """Lay out a step's answers, loss and norms for one read."""
     pack = _Pack()
     norms = pack.add(event.norms)
     wanted: dict[str, Any] = {"gradient_norm": event.global_norm}
@@ -107,18 +170,7 @@ def read(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Faile
     if len(event.learning_rates):
         wanted["lr"] = event.learning_rates[0]
     scalars = {key: _place(value, pack, key) for key, value in wanted.items()}
-    placed = _place_all(answers, pack, failed)
-    try:
-        host = pack.read(event.norms.device)
-    except (RuntimeError, NotImplementedError):
-        good = [(n, s) for n, s, *_ in placed if _readable(n, s, event, failed)]
-        if len(good) == len(placed):
-            raise
-        return read(good, event, failed)
-
-    values = {key: float(host[place][0] if isinstance(place, slice) else place[0]) for key, place in scalars.items()}
-    fired = _fired(placed, host, values, failed)
-    return Reading(fired, values, host[norms])
+    return Packed(pack, norms, scalars, _place_all(answers, pack, failed))
 
 
 def any_fired(answers: Sequence[tuple[str, Any]], like: Tensor, failed: Failed) -> list[Answer]:

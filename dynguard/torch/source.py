@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dynguard.errors import SetupError
 from dynguard.events import GradientEvent, ParameterEvent
-from dynguard.torch import names as naming
 from dynguard.torch.statistics import NARROW, Statistics
 
 Hook = tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,6 +82,9 @@ class Source:
         self._group_of: list[int] = []
         self._sizes: list[int] = []
         self._plain = False
+        self.deferred = False
+        self.sent: deque[Any] = deque()
+        self._mine_found_inf: tuple[Any, Any] | None = None
         self._handles: list[Any] = []
         self.optimizer = innermost(optimizer)
         self.watch(self.optimizer)
@@ -190,6 +192,38 @@ class Source:
                 self._stash.append((parameter, parameter.grad))
                 parameter.grad = None
 
+    def can_defer(self) -> bool:
+        """Whether the optimizer drops an update by itself when ``found_inf`` says so: torch's fused ones."""
+        optimizer: Any = self.optimizer
+        return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+
+    def drop_on_device(self, drop: Tensor) -> None:
+        """Let the device decide about this update: (1,) float, non-zero drops it. Joins a GradScaler's own flag."""
+        optimizer: Any = self.optimizer
+        before = getattr(optimizer, "found_inf", None)
+        scale = getattr(optimizer, "grad_scale", None)
+        self._mine_found_inf = (before, scale)
+        own = drop.to(torch.float32).reshape(())
+        optimizer.found_inf = (
+            own if before is None else torch.maximum(before, own.to(before.device).reshape(before.shape))
+        )
+        if scale is None:
+            optimizer.grad_scale = None
+        self.rejected = own.bool()
+
+    def _give_back_found_inf(self) -> None:
+        if self._mine_found_inf is None:
+            return
+        optimizer: Any = self.optimizer
+        for name, value in zip(("found_inf", "grad_scale"), self._mine_found_inf, strict=True):
+            if value is None:
+                vars(optimizer).pop(name, None)
+            else:
+                setattr(optimizer, name, value)
+        self._mine_found_inf = None
+
     def restore(self) -> None:
         """Put back the gradients that skip() took."""
         for parameter, gradient in self._stash:
@@ -211,6 +245,7 @@ class Source:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hook | None:
         self.restore()  # of a step that died half-way
+        self._give_back_found_inf()
         position = next((i for i, a in enumerate(args[1:], 1) if callable(a)), None)
         closure = kwargs.get("closure") if position is None else args[position]
         if closure is None:
@@ -244,6 +279,7 @@ class Source:
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.restore()
+        self._give_back_found_inf()
         with torch.no_grad():
             self._listener.after_step(self)
         self.step += 1
@@ -294,94 +330,6 @@ def innermost(optimizer: Any) -> Optimizer:
     return seen
 
 
-def make_sources(models: naming.Models, optimizers: Any, listener: Listener) -> list[Source]:
-    """One source per optimizer, with the model's names. Checks what was given and raises SetupError."""
-    known = check_models(models)
-    if isinstance(optimizers, Mapping):
-        named = {str(k): v for k, v in optimizers.items()}
-    elif isinstance(optimizers, (list, tuple)):
-        named = {f"optimizer{i}" if len(optimizers) > 1 else "": o for i, o in enumerate(optimizers)}
-    else:
-        named = {"": optimizers}
-    if not named:
-        raise SetupError("optimizer is empty: give the optimizer that trains the model")
-    inner = {name: innermost(optimizer) for name, optimizer in named.items()}
-    for name, optimizer in inner.items():
-        _check_owned(name, optimizer, known)
-    sources: list[Source] = []
-    try:
-        for name, optimizer in inner.items():
-            sources.append(Source(optimizer, known, name, listener, embedding_tables(models)))
-    except SetupError:
-        for source in sources:
-            source.detach()
-        raise
-    return sources
-
-
-def check_models(models: naming.Models) -> dict[int, str]:
-    """Names by ``id(parameter)`` of all models; SetupError where there is nothing to watch."""
-    several = (
-        list(models.values()) if isinstance(models, Mapping) else models if isinstance(models, (list, tuple)) else []
-    )
-    if not isinstance(models, nn.Module) and not (several and all(isinstance(m, nn.Module) for m in several)):
-        raise SetupError(f"model must be a torch.nn.Module (one, a list or a dict); got {type(models).__name__}")
-    pairs = list(naming.named_parameters(models))
-    if not pairs:
-        raise SetupError("the model has no parameters, so there is nothing to watch")
-    meta = [name for name, p in pairs if naming.is_meta(p)]
-    if meta:
-        raise SetupError(
-            f"the model is on the 'meta' device (first: {meta[0]!r}): materialise it before FlowManager(model, ...), "
-            "e.g. model.to_empty(device='cpu')"
-        )
-    return {id(p): name for name, p in pairs}
-
-
-def embedding_tables(models: naming.Models) -> frozenset[int]:
-    """``id(parameter)`` of the weights of all nn.Embedding and nn.EmbeddingBag modules."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    found = (m for model in naming.modules_by_key(models).values() for m in model.modules())
-    return frozenset(id(m.weight) for m in found if isinstance(m, kinds))
-
-
-def _check_owned(name: str, optimizer: Optimizer, known: Mapping[int, str]) -> None:
-    alien = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-    if alien:
-        total = sum(len(group["params"]) for group in optimizer.param_groups)
-        which = f"optimizer {name!r}" if name else "the optimizer"
-        raise SetupError(
-            f"{len(alien)} of {total} parameters of {which} are not the model's (first: {tuple(alien[0].shape)}). "
-            "Give FlowManager all models it trains: FlowManager([model, head], optimizer); was the model replaced or "
-            "copied after the optimizer was made?"
-        )
-
-
-class Successors:
-    """Finds an optimizer that is made anew for watched parameters while training (a resume, a new phase)."""
-
-    def __init__(self, sources: list[Source]) -> None:
-        self._sources = sources
-        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._handle = register_optimizer_step_pre_hook(self._seen)
-
-    def detach(self) -> None:
-        """Stop looking."""
-        self._handle.remove()
-
-    def _seen(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if optimizer in _watched or optimizer in self._strangers:
-            return
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for source in self._sources:
-            if mine & {id(p) for p in source.parameters}:
-                source.watch(optimizer)
-                return
-        self._strangers.add(optimizer)
-
-
-def rank_and_world() -> tuple[int, int]:
-    """(rank, world size) of torch.distributed; (0, 1) where it is not in use."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether some source has its hooks on this optimizer."""
+    return optimizer in _watched

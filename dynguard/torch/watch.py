@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dynguard.actions import Action
+from dynguard.findings import Evidence, Finding, Severity
 from dynguard.settings import Settings
 from dynguard.torch.distributed import Ranks, find_ranks
 from dynguard.torch.keeper import Keeper
 from dynguard.torch.names import clean, modules_by_key
-from dynguard.torch.source import (
-    Listener,
-    Source,
-    Successors,
-    check_models,
-    embedding_tables,
-    innermost,
-    make_sources,
-    rank_and_world,
-)
+from dynguard.torch.setup import Successors, check_models, embedding_tables, make_sources, rank_and_world
+from dynguard.torch.source import Listener, Source, innermost
 
 log = logging.getLogger("dynguard")
+
+QUIET = 8  # losses without a step after which a tracked scaler is looked at
 
 
 class Watch:
@@ -40,6 +37,8 @@ class Watch:
         self.keeper: Keeper | None = None
         self.ranks: Ranks | None = None
         self.tracked: dict[str, Any] = {}
+        self.quiet = 0  # losses observed since an optimizer stepped
+        self._scales: list[float] = []
         self._wanted_ranks = ranks
         self._given: list[Any] = []
         self._models: dict[str, nn.Module] = {}
@@ -88,8 +87,8 @@ class Watch:
                 source.deferred = source.can_defer()
                 if not source.deferred:
                     log.warning(
-                        "reads='deferred' needs a fused optimizer (e.g. AdamW(..., fused=True)) that leaves its weights "
-                        "alone when found_inf is set; %s is not: one host read per step is kept",
+                        "reads='deferred' needs a fused optimizer, e.g. AdamW(..., fused=True), that drops an update by "
+                        "itself when found_inf is set; %s is not: one host read per step is kept",
                         type(source.optimizer).__name__,
                     )
 
@@ -98,6 +97,40 @@ class Watch:
         self.tracked[name] = thing
         if self.keeper is not None:
             self.keeper.track(name, thing)
+
+    def scaler_collapse(self, step: int) -> Finding | None:
+        """``scaler_collapse``: a tracked GradScaler has dropped step after step while halving its scale.
+
+        Called once per observed loss; it looks at the scale (a host read) only when no optimizer has stepped for long.
+        """
+        self.quiet += 1
+        scaler = self.tracked.get("scaler")
+        if scaler is None or self.quiet < QUIET or self.quiet % QUIET:
+            if self.quiet <= 1:
+                self._scales.clear()
+            return None
+        self._scales.append(float(scaler.get_scale()))
+        falling = all(b < a for a, b in pairwise(self._scales))
+        if len(self._scales) < 2 or not falling or self._scales[-1] > self._scales[0] / 2**4:
+            return None
+        return Finding(
+            kind="scaler_collapse",
+            severity=Severity.CRITICAL,
+            step=step,
+            subject="scaler",
+            action=Action.RAISE,
+            detector="dynguard",
+            source=self.sources[0].name if self.sources else "",
+            premise=f"the GradScaler has dropped about {self.quiet} steps in a row and its scale fell to "
+            f"{self._scales[-1]:g}",
+            implies="the gradients are non-finite whatever the scale: no step will ever be taken again",
+            expected_effect="the run stops instead of spending its budget without one update",
+            confidence=1.0,
+            evidence=(
+                Evidence(name="losses_without_a_step", value=self.quiet),
+                Evidence(name="scale", value=self._scales[-1]),
+            ),
+        )
 
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that are watched now."""
@@ -115,5 +148,3 @@ def _modules(given: Any) -> list[nn.Module]:
     if isinstance(given, nn.Module):
         return [given]
     return [m for m in (given.values() if isinstance(given, Mapping) else given) if isinstance(m, nn.Module)]
-
-

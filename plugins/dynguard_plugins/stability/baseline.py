@@ -11,6 +11,7 @@ whose step does not depend on how far out a value lies, so a spike that slips in
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -41,6 +42,13 @@ def kth(array: Any, position: int) -> Any:
     return array.kthvalue(position + 1).values
 
 
+def filled(like: Any, values: Sequence[Any]) -> Any:
+    """``values`` as an array of the kind, device and dtype of ``like``."""
+    if isinstance(like, np.ndarray):
+        return np.array(values, like.dtype)
+    return like.new_tensor(values)
+
+
 @dataclass(slots=True)
 class Score:
     """What a step looks like against the baseline; all (n,) but ``common``.
@@ -58,6 +66,17 @@ class Score:
     z: Any
     good: Any
     common: Any
+
+
+def score_state(score: Score) -> dict[str, Any]:
+    """A score as lists, for checkpoints."""
+    return {name: getattr(score, name).tolist() for name in ("rise", "residual", "z", "good", "common")}
+
+
+def score_from(state: Mapping[str, Any], like: Any) -> Score:
+    """The score that ``score_state()`` described."""
+    rise, residual, z = (filled(like, state[name]) for name in ("rise", "residual", "z"))
+    return Score(rise, residual, z, filled(like, state["good"]) > 0, filled(like, [state["common"]])[0])
 
 
 class Baseline:
@@ -150,16 +169,18 @@ class Baseline:
         self.level = xp.where(xp.isfinite(x), x, self.level)
 
     def state_dict(self) -> dict[str, Any]:
-        """All numbers, as they are."""
+        """All numbers, as lists."""
         return {
-            **{name: getattr(self, name) for name in (*self.FIELDS, "common_power", "is_layer")},
-            "layers": self.layers, "warmup": self.warmup, "steps": self.steps,
-        }  # fmt: skip
+            **{name: getattr(self, name).tolist() for name in (*self.FIELDS, "common_power")},
+            "layers": self.layers,
+            "steps": self.steps,
+        }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Baseline:
-        """The baseline that ``state_dict()`` described."""
-        made = cls(state["level"], state["layers"], state["warmup"])
-        for name, value in state.items():
-            setattr(made, name, value)
+    def from_state(cls, state: Mapping[str, Any], like: Any, warmup: int) -> Baseline:
+        """The baseline that ``state_dict()`` described, on the device and in the dtype of ``like``."""
+        made = cls(filled(like, [0.0] * len(state["level"])), state["layers"], warmup)
+        for name in (*cls.FIELDS, "common_power"):
+            setattr(made, name, filled(like, state[name]))
+        made.steps = state["steps"]
         return made

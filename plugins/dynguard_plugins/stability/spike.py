@@ -12,7 +12,7 @@ from pydantic import Field
 
 from dynguard import Action, Finding, Section, Signal, Table, hookimpl, validated
 from dynguard.arrays import local
-from dynguard_plugins.stability.baseline import Baseline, Score, namespace
+from dynguard_plugins.stability.baseline import Baseline, Score, filled, namespace, score_from, score_state
 from dynguard_plugins.stability.tail import Threshold
 from dynguard_plugins.stability.telling import Facts, tell
 
@@ -24,6 +24,8 @@ log = logging.getLogger("dynguard")
 
 STREAMS = ("layers", "global", "loss")
 LEAST_Z = 1.0  # a threshold is never inside the usual range
+HEAVIEST = {"layers": 0.05, "global": 0.05, "loss": 0.25}  # tail index of each stream's scores at most
+LOSS_RATIO = 5.0  # a loss below so many times its usual size is nobody's spike
 LEAST_RATIO = 3.0  # a rise below this is nobody's spike, however unusual
 YOUNG_RATIO = 6.0  # before the thresholds are fitted: this far above the level ...
 YOUNG_RECORD = 3.0  # ... and this far above the largest rise so far
@@ -37,7 +39,8 @@ class Watched:
     def __init__(self, like: Any, layers: int, *, warmup: int, rate: float, calibrate: int) -> None:
         self.baseline = Baseline(like, layers, warmup)
         self.thresholds = tuple(
-            Threshold(rate=rate, first=math.inf, least=LEAST_Z, calibrate=calibrate) for _ in STREAMS
+            Threshold(rate=rate, first=math.inf, least=LEAST_Z, calibrate=calibrate, heaviest=HEAVIEST[stream])
+            for stream in STREAMS
         )
         self.loss_scale: Any = None
         self.rate_level: float | None = None
@@ -85,6 +88,7 @@ class Spike:
         self.action, self.nan_action = action, nan_action
         self.false_alarms, self.calibrate, self.ratio, self.warmup = false_alarms, calibrate, ratio, warmup
         self._watched: dict[str, Watched] = {}
+        self._saved: dict[str, Any] = {}
 
     @hookimpl
     def on_gradients(self, event: GradientEvent) -> Signal:
@@ -138,6 +142,11 @@ class Spike:
                 like, size, warmup=self.warmup, rate=self.false_alarms / len(STREAMS), calibrate=self.calibrate
             )
             self._watched[event.source] = watched
+            if event.source in self._saved:
+                _load(watched, self._saved.pop(event.source), like)
+        elif isinstance(watched.baseline.level, np.ndarray) != isinstance(norms, np.ndarray):
+            _load(watched, _save(watched), _channel_like(norms))  # the model has moved to another device
+            watched.bounds = None
         self._commit(event, watched)
         if watched.baseline.layers != size:
             watched.baseline = watched.baseline.grown(_channel_like(norms), size)
@@ -149,7 +158,7 @@ class Spike:
             return
         good = pending["good"]
         if event.rejected is not False:  # decided on the device
-            good = good & ~event.rejected
+            good = good & ~local(event.rejected)
         watched.baseline.accept(pending["x"], pending["score"], good)
         value = pending.get("loss")
         if value is not None:
@@ -176,9 +185,12 @@ class Spike:
             over = score.rise > base.record + math.log(YOUNG_RECORD)
             return known & score.good & over & (score.rise > far) & (score.residual > far)
         if watched.bounds is None:
-            watched.bounds = _bounds(score.z, base.layers, [t.value for t in watched.thresholds])
-        far = math.log(LEAST_RATIO) + slack
-        return (score.z > watched.bounds) & (score.residual > far) & (score.rise > far)
+            least = [math.log(LEAST_RATIO), math.log(LEAST_RATIO), math.log(LOSS_RATIO)]
+            watched.bounds = (
+                _bounds(score.z, base.layers, [t.value for t in watched.thresholds]),
+                _bounds(score.z, base.layers, least),
+            )
+        return (score.z > watched.bounds[0]) & (score.residual - slack > watched.bounds[1])
 
     def _explain(self, facts: Facts) -> Iterator[Finding]:
         yield from tell(facts, self.action, self.nan_action)
@@ -213,31 +225,48 @@ class Spike:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Baselines, thresholds and the step that waits, of all sources."""
-        return {
-            source: {
-                "baseline": w.baseline.state_dict(),
-                "thresholds": [t.state_dict() for t in w.thresholds],
-                "loss_scale": w.loss_scale, "rate_level": w.rate_level, "pending": w.pending, "told": w.told,
-            }
-            for source, w in self._watched.items()
-        }  # fmt: skip
+        """Baselines, thresholds and the step that waits, of all sources: numbers and lists throughout."""
+        return {**self._saved, **{source: _save(watched) for source, watched in self._watched.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up ``state_dict()``."""
+        """Take up ``state_dict()``; each source's share is put on its device at its next step."""
         self._watched = {}
-        for source, saved in state.items():
-            base = Baseline.from_state(saved["baseline"])
-            watched = Watched(
-                base.level, base.layers, warmup=self.warmup, rate=self.false_alarms / len(STREAMS),
-                calibrate=self.calibrate,
-            )  # fmt: skip
-            watched.baseline = base
-            for threshold, have in zip(watched.thresholds, saved["thresholds"], strict=True):
-                threshold.load_state_dict(have)
-            watched.loss_scale, watched.rate_level = saved["loss_scale"], saved["rate_level"]
-            watched.pending, watched.told = saved["pending"], saved["told"]
-            self._watched[source] = watched
+        self._saved = dict(state)
+
+
+def _save(watched: Watched) -> dict[str, Any]:
+    pending = watched.pending
+    return {
+        "baseline": watched.baseline.state_dict(),
+        "thresholds": [t.state_dict() for t in watched.thresholds],
+        "loss_scale": None if watched.loss_scale is None else float(watched.loss_scale),
+        "rate_level": watched.rate_level,
+        "told": watched.told,
+        "pending": pending
+        and {
+            "x": pending["x"].tolist(),
+            "score": score_state(pending["score"]),
+            "good": pending["good"].tolist(),
+            "streams": pending["streams"],
+            "loss": None if pending["loss"] is None else float(pending["loss"]),
+        },
+    }
+
+
+def _load(watched: Watched, saved: Mapping[str, Any], like: Any) -> None:
+    watched.baseline = Baseline.from_state(saved["baseline"], like, watched.baseline.warmup)
+    for threshold, have in zip(watched.thresholds, saved["thresholds"], strict=True):
+        threshold.load_state_dict(have)
+    watched.loss_scale = None if saved["loss_scale"] is None else filled(like, [saved["loss_scale"]])[0]
+    watched.rate_level, watched.told = saved["rate_level"], saved["told"]
+    pending = saved["pending"]
+    watched.pending = pending and {
+        "x": filled(like, pending["x"]),
+        "score": score_from(pending["score"], like),
+        "good": filled(like, pending["good"]) > 0,
+        "streams": pending["streams"],
+        "loss": None if pending["loss"] is None else filled(like, [pending["loss"]])[0],
+    }
 
 
 def _join(*scalars: Any) -> Any:
@@ -256,7 +285,7 @@ def _channel_like(norms: Any) -> Any:
 
 
 def _bounds(like: Any, layers: int, values: list[float]) -> Any:
-    """(n,) thresholds: the layers' own, then that of the global norm and of the loss."""
+    """(n,) bounds: the layers' own, then that of the global norm and of the loss."""
     xp = namespace(like)
     bounds = xp.zeros_like(like)
     bounds[:layers] = values[0]

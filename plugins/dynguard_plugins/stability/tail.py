@@ -14,7 +14,7 @@ SHAPE_LIMITS = (-0.2, 0.05)  # of the tail index: a short history can't show mor
 KEEP = 1000
 
 
-def pareto_quantile(values: npt.NDArray[Any], rate: float) -> float:
+def pareto_quantile(values: npt.NDArray[Any], rate: float, heaviest: float = SHAPE_LIMITS[1]) -> float:
     """The level that a value passes with probability ``rate``, from (m,) values, m >= 20.
 
     Peaks over the upper decile, generalised Pareto by probability-weighted moments (Hosking and Wallis 1987,
@@ -31,8 +31,8 @@ def pareto_quantile(values: npt.NDArray[Any], rate: float) -> float:
         return float(base)
     rank = np.arange(1, peaks + 1)
     moment = float((over * (peaks - rank) / (peaks - 1)).sum() / peaks)
-    shape = 2.0 - mean / (mean - 2.0 * moment) if mean > 2.0 * moment else SHAPE_LIMITS[1]
-    shape = min(max(shape, SHAPE_LIMITS[0]), SHAPE_LIMITS[1])
+    shape = 2.0 - mean / (mean - 2.0 * moment) if mean > 2.0 * moment else heaviest
+    shape = min(max(shape, SHAPE_LIMITS[0]), heaviest)
     scale = mean * (1.0 - shape)
     ratio = rate * count / peaks
     if abs(shape) < 1e-4:
@@ -48,9 +48,13 @@ class Threshold:
         first: the threshold until ``calibrate`` scores are in.
         least: it never falls below this.
         calibrate: how many scores the first fit takes.
+        heaviest: upper limit of the tail index: a loss has a heavier tail than a log-norm.
     """
 
-    def __init__(self, *, rate: float, first: float, least: float, calibrate: int) -> None:
+    def __init__(
+        self, *, rate: float, first: float, least: float, calibrate: int, heaviest: float = SHAPE_LIMITS[1]
+    ) -> None:
+        self.heaviest = heaviest
         self.rate, self.least, self.calibrate = rate, least, max(calibrate, 30)
         self.value = first
         self.fitted = False
@@ -65,7 +69,7 @@ class Threshold:
         if len(self._scores) < self.calibrate or not (due or not self.fitted):
             return False
         self._since = 0
-        self.value = max(self.least, pareto_quantile(np.array(self._scores), self.rate))
+        self.value = max(self.least, pareto_quantile(np.array(self._scores), self.rate, self.heaviest))
         self.fitted = True
         return True
 
@@ -80,7 +84,7 @@ class Threshold:
         low, high = 1.0 / len(values), 1e-12
         for _ in range(60):  # the quantile falls with the rate: bisect in log rate
             middle = (low * high) ** 0.5
-            low, high = (middle, high) if pareto_quantile(values, middle) < score else (low, middle)
+            low, high = (middle, high) if pareto_quantile(values, middle, self.heaviest) < score else (low, middle)
         return low
 
     def state_dict(self) -> dict[str, Any]:

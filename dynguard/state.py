@@ -1,0 +1,48 @@
+"""The state of a watch, for checkpoints: a resumed run is judged as one that never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dynguard.bus import Bus
+from dynguard.errors import SetupError
+from dynguard.judge import Judge
+
+if TYPE_CHECKING:
+    from dynguard.torch.source import Source
+
+VERSION = 1
+
+
+def save(sources: Sequence[Source], judge: Judge, bus: Bus) -> dict[str, Any]:
+    """Steps, rows of held-back steps and the plugins' own states."""
+    plugins: dict[str, Any] = {}
+    for name, plugin in bus.plugins:
+        if hasattr(plugin, "state_dict"):
+            for saved in bus.guard(name, "state_dict", lambda p=plugin: [p.state_dict()]):  # type: ignore[misc]
+                plugins[name] = saved
+    rows = {
+        source.name: {
+            "step": source.step,
+            "consecutive": judge.arbiter(source.name).consecutive,
+            "rejected": bool(source.rejected),
+        }
+        for source in sources
+    }
+    return {"version": VERSION, "steps": judge.steps, "sources": rows, "plugins": plugins}
+
+
+def load(saved: Mapping[str, Any], sources: Sequence[Source], judge: Judge, bus: Bus) -> None:
+    """Take up what save() gave."""
+    if not isinstance(saved, Mapping) or saved.get("version") != VERSION:
+        raise SetupError(f"not the state of a FlowManager of version {VERSION}: {str(saved)[:80]}")
+    judge.steps = saved["steps"]
+    for source in sources:
+        row = saved["sources"].get(source.name)
+        if row is not None:
+            source.step, source.rejected = row["step"], row["rejected"]
+            judge.arbiter(source.name).consecutive = row["consecutive"]
+    for name, plugin in bus.plugins:
+        if name in saved["plugins"] and hasattr(plugin, "load_state_dict"):
+            bus.guard(name, "load_state_dict", lambda p=plugin, s=saved["plugins"][name]: [p.load_state_dict(s)])  # type: ignore[misc]
