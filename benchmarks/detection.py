@@ -2,7 +2,7 @@
 
     python benchmarks/detection.py [--seeds 100 101 102 103] [--kinds cnn gpt] [--json OUT]
 
-Every run of the zoo trains as it would; at random steps (60 in from the start, 25 to 60 apart) a fault is planted: one
+Every run of the zoo trains as it would; at random steps (from step 60 on, 60 to 180 apart) a fault is planted: one
 layer's gradient times 5, 20 or 100, one NaN or infinite entry in one layer, a mis-scaled or garbage batch, a batch with
 shuffled labels. What is planted is kept from the weights whoever noticed it, so that all rules see one and the same run;
 each rule's own state takes in what the rule lets in. dynguard runs as a user would run it, in ``guard`` mode. Steps
@@ -125,7 +125,7 @@ def one_run(kind: str, seed: int, rules: dict[str, Any]) -> dict[str, Tally]:
     tallies = {name: Tally() for name in ("dynguard", *rules)}
     layers = {source: layers_of(run, source) for source in run.optimizers}
     faults = [*SCALES, *ENTRIES, *run.spoil]
-    due = {source: 60 + dice.randrange(35) for source in run.optimizers}
+    due = {source: 60 + dice.randrange(100) for source in run.optimizers}
     buffers = [b for m in run.models.values() for b in m.buffers()]
     hold = {source: Hold(optimizer) for source, optimizer in run.optimizers.items()}
     for step in range(run.steps):
@@ -136,7 +136,7 @@ def one_run(kind: str, seed: int, rules: dict[str, Any]) -> dict[str, Tally]:
         lucky = next((s for s, at in due.items() if at <= step), None)
         if lucky is not None:
             fault = dice.choice(faults)
-            due[lucky] = step + dice.randrange(25, 61)
+            due[lucky] = step + dice.randrange(60, 181)
         bad_batch = fault in run.spoil
         spoiled = run.spoil[fault](batch) if fault is not None and bad_batch else batch
         for source, loss in run.phases(spoiled):
@@ -146,7 +146,7 @@ def one_run(kind: str, seed: int, rules: dict[str, Any]) -> dict[str, Tally]:
             hit = fault is not None and (bad_batch or source == lucky)
             layer = plant(layers[source], fault, dice) if hit and fault is not None and not bad_batch else None
             norms = norms_of(layers[source])
-            seen = Seen(norms, math.hypot(*norms.values()), float(loss))
+            seen = Seen(norms, math.hypot(*norms.values()), float(loss.detach()))
             guard.flow.observe(loss=loss)
             hold[source].armed = hit
             optimizer.step()
@@ -217,7 +217,7 @@ def slow_fault(kind: str, seed: int, how: str, rules: dict[str, Any]) -> dict[st
             optimizer.step()
             said = {"dynguard": guard.said(current).alarm}
             if current == source:
-                seen = Seen(norms, math.hypot(*norms.values()), float(loss))
+                seen = Seen(norms, math.hypot(*norms.values()), float(loss.detach()))
                 said.update({n: rule.step(seen).alarm for n, rule in live.items()})
             for rule, alarm in said.items():
                 if alarm and step >= begin and delay[rule] is None:

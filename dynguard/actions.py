@@ -104,9 +104,10 @@ class Policy(BaseModel):
 
     Attributes:
         mode: ``guard`` carries actions out; ``observe`` only says what it would have done.
-        max_consecutive_skips: so many steps may be skipped or clipped in a row; the next one is decided by
+        max_consecutive_skips: so many steps may be skipped in a row; the next one is decided by
             ``exhausted``, so that a run is never starved in silence.
-        exhausted: ``accept`` takes the step as a new regime, ``rollback`` goes back to a snapshot, ``raise`` stops.
+        exhausted: ``accept`` takes as many steps again with gradients clipped to their usual size, and then what comes
+            as a new regime; ``rollback`` goes back to a snapshot; ``raise`` stops.
             A row of non-finite steps is never accepted: it is rolled back where there is a snapshot, else raised.
     """
 
@@ -134,12 +135,14 @@ class Arbiter:
             return PROCEED
         top = max(findings, key=lambda f: (f.action.rank, f.severity.rank, bool(f.subject)))
         verdict = Verdict(action=top.action, subject=top.subject, detector=top.detector, reason=top.kind)
-        if verdict.action in (Action.CLIP, Action.SKIP):
+        skipping = verdict.action is Action.SKIP
+        if skipping:
             verdict = self._bounded(verdict, findings, can_roll_back)
         if verdict.action is Action.ROLLBACK and not can_roll_back:
             verdict = self._without_snapshot(verdict)
         # Held-back steps count in a dry run too: it must say what a guard would have done.
-        self.consecutive = self.consecutive + 1 if verdict.action in (Action.CLIP, Action.SKIP) else 0
+        held = verdict.action is Action.SKIP or (skipping and verdict.action is Action.CLIP)
+        self.consecutive = self.consecutive + 1 if held else 0
         if self.policy.mode == "observe":
             verdict = verdict.model_copy(update={"carried_out": False})
         return verdict
@@ -157,6 +160,9 @@ class Arbiter:
             return verdict  # there is nothing to learn from it, however often it comes
         if self.policy.exhausted == "raise":
             return verdict.model_copy(update={"action": Action.RAISE, "reason": row})
+        if self.consecutive < 2 * self.policy.max_consecutive_skips:
+            # Bounded steps first: they let a run out of a corner that skipping would keep it in.
+            return verdict.model_copy(update={"action": Action.CLIP, "reason": row})
         return verdict.model_copy(update={"action": Action.PROCEED, "reason": f"{row}: accepted as a new regime"})
 
     def _without_snapshot(self, verdict: Verdict) -> Verdict:

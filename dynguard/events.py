@@ -97,6 +97,8 @@ class GradientEvent:
         rejected: whether the *last* step of this source was kept from the weights (skipped or rolled back), as bool or
             0-d bool on the device. A baseline must leave out what was rejected.
         tables: indices of the parameters that are embedding tables (rows looked up by id).
+        adaptive: whether the optimizer divides by a second moment (Adam and its kin), so that the size of a single
+            gradient hardly changes the size of the step.
         scale: factor by which the gradients are still multiplied (a fused optimizer under GradScaler), 0-d or None;
             the statistics are already unscaled.
     """
@@ -113,6 +115,7 @@ class GradientEvent:
     batches: Sequence[Any] = ()
     rejected: Any = False
     tables: frozenset[int] = frozenset()
+    adaptive: bool = False
     scale: Any = None
 
     @property

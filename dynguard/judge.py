@@ -113,7 +113,7 @@ class Judge:
                 self.conclude_late(source, late)
         else:
             self._decide(source, event, read(answers, event, self._nonsense, watch.ranks))
-        if not source.skipped:
+        if not source.skipped and self.policy.mode == "guard":
             self.bus.adjust(event)
 
     def _decide(self, source: Source, event: GradientEvent, reading: Reading) -> None:
@@ -317,7 +317,7 @@ class Judge:
 
 
 def limits(found: Sequence[Finding]) -> tuple[dict[str, float], dict[str, float]]:
-    """(limit, norm) by subject, "" for all gradients together, from the evidence of the findings that ask to clip.
+    """(limit, norm) by subject, "" for all gradients together, from the evidence of the findings.
 
     ``global_limit`` with ``global_norm`` bounds all gradients, ``gradient_limit`` with ``gradient_norm`` the subject's.
     """
@@ -326,7 +326,7 @@ def limits(found: Sequence[Finding]) -> tuple[dict[str, float], dict[str, float]
     for finding in found:
         values = {e.name: float(e.value) for e in finding.evidence if isinstance(e.value, (int, float))}
         for subject, scope in ((finding.subject, "gradient"), ("", "global")):
-            if finding.action is Action.CLIP and f"{scope}_limit" in values:
+            if f"{scope}_limit" in values:
                 bounds[subject] = values[f"{scope}_limit"]
                 norms[subject] = values.get(f"{scope}_norm", 0.0)
     return bounds, norms

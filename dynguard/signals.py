@@ -23,6 +23,8 @@ class Signal:
             device is allowed. It yields the findings; their actions decide the step.
         action: the farthest action that this signal may ask for. In ``reads="deferred"``, where findings come a step
             late, a fired signal whose ``action`` is SKIP or beyond makes the device drop the update.
+        drop: which of ``fired`` make the device drop the update when reads are deferred, if not all do: 0-d or (k,)
+            bool on the device. None means all, where ``action`` is SKIP or beyond.
         learn: called with the host's copy of ``score`` (a list of floats) once the step has been read, fired or not:
             how a detector learns thresholds from its scores at no further read.
     """
@@ -31,4 +33,5 @@ class Signal:
     fired: Any
     explain: Callable[[], Iterable[Finding]]
     action: Action = Action.WARN
+    drop: Any = None
     learn: Callable[[list[float]], None] | None = None

@@ -102,7 +102,7 @@ class Busy(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.codes = nn.Parameter(torch.zeros(4), requires_grad=False)
         self.plain = torch.zeros(3)
-        self.register_buffer("mean", torch.tensor([0.0, -0.0, NAN, 1.0]))
+        self.register_buffer("mean", torch.tensor([0.0, -0.0, float("nan"), 1.0]))
         self.register_buffer("late", None)
         self.losses: list[Any] = []
         self.last: Any = None
@@ -163,6 +163,7 @@ def test_everything_is_put_back_bit_for_bit(ending: str) -> None:
         assert [f.kind for f in blame(model, batch, loss_fn)] == (["nan_forward"] if ending == "fault" else [])
     assert calls == 1
     assert state_of(model, batch) == before
+    assert before[-1] == [True, True]  # as torch has them
 
 
 def test_training_goes_on_inside_the_autocast_in_which_it_was_looked() -> None:
@@ -192,11 +193,91 @@ def test_an_iterator_is_left_alone() -> None:
     assert torch.equal(next(batch), ramp())
 
 
+def test_compiled_modules_are_looked_into_and_stay_compiled() -> None:
+    compiled = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    for whole in (False, True):
+        inner = nn.Sequential(nn.Linear(4, 4), Call(lambda x: (x - 100).log()))
+        if not whole:
+            inner = torch.compile(inner, backend=backend, fullgraph=True)  # type: ignore[assignment]  # a wrapper
+        model: Any = nn.Sequential(nn.Identity(), inner)
+        if whole:
+            model = torch.compile(model, backend=backend, fullgraph=True)
+        model(ramp())
+        before = compiled
+        assert one(blame(model, (ramp(),))).subject == "1.1"
+        model(ramp())
+        assert compiled == before > 0
+
+
+def test_a_module_that_the_users_own_hook_keeps_from_running() -> None:
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+            self.inner.register_forward_pre_hook(refuse)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                out: Tensor = self.inner(x)
+            except ValueError:
+                out = (x - 100).sqrt()
+            return out
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("the user's own")
+
+    assert one(blame(nn.Sequential(nn.Identity(), Tries()), (ramp(),))).subject == "1"
+
+
+def test_buffers_are_a_cause_where_they_are_read_and_not_written() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    norm.running_var = torch.full((4,), float("nan"))
+    assert blame(model, (ramp(),)) == []
+    found = one(blame(model.eval(), (ramp(),)))
+    assert (found.subject, found.value("names")) == ("1", "1.running_var")
+    assert "nan_buffer" in found.premise
+    model.train()
+    found = one(
+        blame(model, (ramp(),), lambda m, b: m[1](m[0](b[0]) * 1e38 * torch.tensor([1, 1, 1, 10.0])).sum() * 10)
+    )
+    assert found.value("nonfinite_parameters") == 0
+    assert "nan_buffer" not in found.premise
+
+
+def test_weights_in_shards_are_left_alone() -> None:
+    model = nn.Sequential(Call(lambda x: (x - 100).sqrt()), nn.Linear(4, 4))
+    model[1].weight.ds_id = 0  # how ZeRO-3 marks a parameter of which this rank holds a part
+    assert blame(model, (ramp(),)) == []
+
+
+def test_a_parameter_that_leaves_torch() -> None:
+    class Foreign(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(self.weight.untyped_storage().nbytes())
+
+    model = nn.ModuleDict({"head": nn.Linear(4, 1, bias=False), "foreign": Foreign()})
+    order = forward_order({"": model}, lambda m, b: m["head"](m["foreign"](b)).sum(), model, ramp())
+    assert order == ["foreign.weight", "head.weight"]
+
+
 def test_a_loss_that_takes_gradients_itself() -> None:
     def penalty(m: Any, b: Any) -> Tensor:
         x = b[0].clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
-        return gradient.pow(2).sum()
+        (gradient,) = torch.autograd.grad(m[0](x).sum(), x, create_graph=True)
+        out: Tensor = m[1](gradient)
+        return out.sum()
 
     model = nn.Sequential(nn.Linear(4, 4), Call(lambda x: (x - 100).sqrt()))
     assert one(blame(model, (ramp(),), penalty)).subject == "1"
@@ -209,6 +290,18 @@ def test_a_loss_under_vmap() -> None:
         return torch.vmap(lambda x: m(x).log())(b[0] - 100).mean()
 
     assert one(blame(nn.Sequential(Call(lambda x: x + 1)), (ramp(),), per_row)).subject == "loss_fn"
+
+
+def test_a_higher_order_operation() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def loss_fn(m: Any, b: Any) -> Tensor:
+        x = b[0].reshape(1, 1, 4, 4)
+        out: Tensor = m[1](flex.flex_attention(m[0](x), x, x))
+        return out.sum()
+
+    model = nn.Sequential(nn.Linear(4, 4), Call(lambda x: (x - 100).sqrt()))
+    assert one(blame(model, (ramp(),), loss_fn)).subject == "1"
 
 
 def test_the_budget_ends_the_search() -> None:

@@ -114,8 +114,7 @@ def _places(numbers: Mapping[str, Any]) -> str:
     for key in ("columns", "rows"):
         hit = numbers.get(f"{key}_hit", 0)
         if hit:
-            more = f" and {hit - SHOWN} more" if hit > SHOWN else ""
-            parts.append(f"{key[:-1] if hit == 1 else key} {numbers[key]}{more}")
+            parts.append(f"{hit} {key}" if hit > SHOWN else f"{key[:-1] if hit == 1 else key} {numbers[key]}")
     return f" ({'; '.join(parts)})" if parts else ""
 
 

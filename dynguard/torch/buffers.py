@@ -135,10 +135,13 @@ class Buffers:
         ``keep()`` is left alone. Reads the host for buffers whose changes are not counted.
         """
         changed = [slot for slot in self._slots if slot.kept and slot.has_changed()]
-        named = {id(slot.home.get(slot.attribute)): slot.name for slot in reversed(changed)}  # a shared one once
+        named: dict[int, str] = {}
+        for slot in changed:
+            live = slot.home.get(slot.attribute)
+            named.setdefault(id(slot if live is None else live), slot.name)  # a shared one once
         for slot in changed:
             self._put_back(slot)
-        return list(reversed(named.values()))
+        return list(named.values())
 
     def restore_where(self, drop: Tensor) -> None:
         """Put back what changed since ``keep()`` where ``drop``, a bool on the device, says so. No host read."""
@@ -185,29 +188,35 @@ class Buffers:
 
     def _copy(self, changed: list[_Slot]) -> None:
         """Bring the shadows of these slots up to date."""
-        targets: dict[int, tuple[Tensor, Tensor]] = {}
+        stale: dict[_Shadow, None] = {}
         for slot in changed:
-            live = slot.home.get(slot.attribute)
-            if live is None or not has_values(live):
-                self._release(slot)
-                slot.kept = live is None
-                continue
-            shadow = self._shadow(slot, live)
+            live, shadow = slot.home.get(slot.attribute), slot.shadow
+            if shadow is None or shadow.live is not live:
+                shadow = self._rebind(slot, live)
+            if shadow is not None:
+                stale[shadow] = None
+        targets, sources = [], []
+        with torch.no_grad():
+            for shadow in stale:
+                if shadow.copied is None or shadow.copied.shape != shadow.source.shape:
+                    shadow.copied = shadow.source.detach().clone()
+                else:
+                    targets.append(shadow.copied)
+                    sources.append(shadow.source)
+                shadow.count()
+            copy_all(targets, sources)
+
+    def _rebind(self, slot: _Slot, live: Tensor | None) -> _Shadow | None:
+        """Give the slot the shadow of its new tensor; None where it has no values."""
+        if live is not None and has_values(live):
             slot.kept = True
-            source = shadow.source
-            if shadow.copied is None or shadow.copied.shape != source.shape:
-                shadow.copied = source.detach().clone()
-            else:
-                targets[id(shadow)] = (shadow.copied, source.detach())
-            shadow.count()
-        if targets:
-            with torch.no_grad():
-                copy_all([t for t, _ in targets.values()], [s for _, s in targets.values()])
+            return self._shadow(slot, live)
+        self._release(slot)
+        slot.kept = live is None
+        return None
 
     def _shadow(self, slot: _Slot, live: Tensor) -> _Shadow:
-        """The shadow of the slot's tensor: the one it has, that of a slot that shares the tensor, or a new one."""
-        if slot.shadow is not None and slot.shadow.live is live:
-            return slot.shadow
+        """The shadow of the slot's new tensor: that of a slot that shares the tensor, or a new one."""
         memory = self._release(slot)
         shadow = self._by_id.get(id(live))
         if shadow is None:

@@ -42,10 +42,11 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
-    """``targets[i] <- sources[i]``, in one fused call for each pair of devices and dtypes."""
+    """``targets[i] <- sources[i]``, in one fused call on the CPU and for each pair of devices and dtypes elsewhere."""
     groups: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        kind = (target.device, target.dtype, source.device, source.dtype)
+        cpu = target.is_cpu and source.is_cpu
+        kind = () if cpu else (target.device, target.dtype, source.device, source.dtype)
         group = groups.setdefault(kind, ([], []))
         group[0].append(target)
         group[1].append(source)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dynguard.actions import Action
 from dynguard.events import GradientEvent
 from dynguard.torch.reading import Packed, Reading, pack
 
@@ -61,7 +60,7 @@ def exchange(
     """Send this step's numbers off, let the device decide about its update, and give back the steps that have come."""
     late = collect(source)
     packed = pack(answers, event, failed)
-    drop = packed.any_fired(event.norms, least=Action.SKIP)
+    drop = packed.any_dropped(event.norms)
     if watch.ranks is not None:
         drop = watch.ranks.any(drop)
     if watch.settings.mode == "observe":
@@ -75,8 +74,8 @@ def exchange(
     kept = GradientEvent(
         step=event.step, source=event.source, names=event.names, statistics=event.statistics, loss=event.loss,
         losses=event.losses, batches=event.batches, learning_rates=list(event.learning_rates), tables=event.tables,
+        adaptive=event.adaptive,
     )  # fmt: skip
-    event.gradients, event.parameters = (), ()
     source.sent.append(Sent(kept, packed, host, ready, anywhere, failed))
     return late
 

@@ -86,7 +86,7 @@ class Keeper:
             if self.snapshots is not None:
                 self.snapshots.confirm(values[0] == 1.0)
 
-        return [(NAME, Signal(finite.float(), ~finite, lambda: self._poisoned(source), Action.ROLLBACK, learn))]
+        return [(NAME, Signal(finite.float(), ~finite, lambda: self._poisoned(source), Action.ROLLBACK, learn=learn))]
 
     def after_step(self, steps: int) -> None:
         """The step is over: what the buffers hold now is good, and a snapshot may be due."""
@@ -103,8 +103,13 @@ class Keeper:
         assert self.snapshots is not None
         self._unverified = None
         step = self.snapshots.roll_back()
-        self.buffers.keep()
+        self.buffers.keep(everything=True)
         return step
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self.snapshots is not None:
+            self.snapshots.close()
 
     def examine(self, source: Source, event: GradientEvent, found: Sequence[Finding]) -> list[Finding]:
         """The findings of a step with the origin of what is non-finite, where it can be told.

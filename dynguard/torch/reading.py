@@ -137,13 +137,21 @@ class Packed:
     scalars: dict[str, _Spot]
     placed: list[_Placed]
 
-    def any_fired(self, like: Tensor, least: Action = Action.PROCEED) -> Tensor:
-        """Whether any answer that may ask for ``least`` or more has fired, (1,) float on the device of ``like``."""
-        flags = [
-            (self._tensor(flag, like) == 1).any().reshape(1)
-            for _, signal, _, flag in self.placed
-            if signal.action >= least
-        ]
+    def any_fired(self, like: Tensor) -> Tensor:
+        """Whether any answer has fired, (1,) float on the device of ``like``."""
+        return self._any([self._tensor(flag, like) for *_, flag in self.placed], like)
+
+    def any_dropped(self, like: Tensor) -> Tensor:
+        """Whether any answer asks for the update to be dropped, (1,) float on the device of ``like``."""
+        flags = []
+        for _, signal, _, flag in self.placed:
+            if signal.action >= Action.SKIP:
+                drop = flag if signal.drop is None else signal.drop
+                flags.append(drop.to(like.device) if isinstance(drop, Tensor) else self._tensor(drop, like))
+        return self._any(flags, like)
+
+    def _any(self, tensors: list[Tensor], like: Tensor) -> Tensor:
+        flags = [(t == 1).any().reshape(1) for t in tensors]
         return torch.cat(flags).any().reshape(1).float() if flags else like.new_zeros(1)
 
     def _tensor(self, spot: _Spot, like: Tensor) -> Tensor:

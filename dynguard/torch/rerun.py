@@ -238,12 +238,12 @@ class Trace:
             return
         given_nan, given_inf = before or kinds(inputs)
         made = [v for v in map(dense, tree_leaves(output)) if v is not None and not is_finite(v)]
-        if not given_nan and not nan and all(map(is_mask, made)):  # log() of zeros and ones is a mask, too
-            self._meant = True
-        elif not given_nan and (nan or not given_inf):
+        if given_nan or (not nan and all(map(is_mask, made))):  # log() of zeros and ones is a mask, too
+            return
+        if nan or not given_inf:
             frame = self._stack[-1]
             frame.operation = frame.operation or function.name().removeprefix("aten::").split(".")[0].rstrip("_")
-        elif not given_nan:
+        else:
             self._meant = self._meant or any(map(self._means, inputs))
 
     def _means(self, value: Any) -> bool:
@@ -291,13 +291,13 @@ def rerun(
     for gradients in (False, True):
         trace = Trace(models, deadline, looking=looking)
         modules = [module for module, _ in trace.modules.values()]
-        if holds_iterator(batch) or any(_in_shards(module) for module in [*_modules(model), *modules]):
+        if holds_iterator(batch) or any(_in_shards(m) or _compiled_for_good(m) for m in [*_modules(model), *modules]):
             break
         try:
             with unchanged(modules, batch, gradients=gradients) as written, (autocast or nullcontext)():
                 trace.run(loss_fn, _alone(model), batch, written)
         except Exception as error:  # noqa: BLE001 - the user's code, run at a moment that it does not expect
-            log.debug("the batch could not be evaluated again to the end: %r", error)
+            log.debug("the batch could not be evaluated again to the end: %.300s", f"{type(error).__name__}: {error}")
             if trace.found is None and NEEDS_GRADIENTS in str(error):
                 continue
         break
@@ -336,6 +336,12 @@ def _in_shards(module: nn.Module) -> bool:
     if type(module).__name__ == "FullyShardedDataParallel":
         return True
     return any(is_sharded(p) or hasattr(p, "ds_id") for p in module._parameters.values() if p is not None)
+
+
+def _compiled_for_good(module: nn.Module) -> bool:
+    """Whether a module is compiled and can't be run uncompiled (torch before 2.6)."""
+    compiled = "_orig_mod" in module._modules
+    return not hasattr(torch.compiler, "set_stance") and (compiled or module._compiled_call_impl is not None)
 
 
 def _bad_rows(module: nn.Module | None) -> tuple[int, ...]:

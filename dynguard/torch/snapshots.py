@@ -111,12 +111,7 @@ class Snapshots:
         """
         self._clock.taken(step)
         self._pending = None
-        try:
-            with torch.no_grad():
-                return self._take(step)
-        except Exception as error:  # noqa: BLE001 - a tensor that can't be copied must not end the run
-            self._switch_off(f"the state of this run can't be copied: {type(error).__name__}: {error}")
-            return torch.ones((), dtype=torch.bool)
+        return self._survived(lambda: self._take(step))
 
     def confirm(self, finite: bool) -> None:
         """Tell what the tensor of the last ``take()`` said: the snapshot counts from now on, or its place is free."""
@@ -215,9 +210,21 @@ class Snapshots:
         if self._off:
             return
         leaves = Leaves()
-        with torch.no_grad():
+
+        def find() -> Tensor:
             TrainingState().add_models(self._all_models(), [], leaves)
-            self._finite(leaves)
+            return self._finite(leaves)
+
+        self._survived(find)
+
+    def _survived(self, look_or_copy: Callable[[], Tensor]) -> Tensor:
+        """The answer; where a tensor can't be copied or looked at, True, and no snapshots instead of no training."""
+        try:
+            with torch.no_grad():
+                return look_or_copy()
+        except Exception as error:  # noqa: BLE001 - whatever a tensor subclass raises
+            self._switch_off(f"the state of this run can't be copied: {type(error).__name__}: {error}")
+            return torch.ones((), dtype=torch.bool)
 
     def _finite(self, leaves: Leaves) -> Tensor:
         floating = {path: tensor for path, tensor in leaves.tensors.items() if is_floating(tensor)}

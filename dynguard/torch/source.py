@@ -15,6 +15,21 @@ from dynguard.errors import SetupError
 from dynguard.events import GradientEvent, ParameterEvent
 from dynguard.torch.statistics import NARROW, Statistics
 
+# Under which names optimizers keep second moments, and how their classes are called.
+SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "exp_inf", "row_var", "variance", "exp_avg_sq_row"})
+ADAPTIVE = (
+    "Adam",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "NAdam",
+    "RAdam",
+    "SparseAdam",
+    "Adafactor",
+    "Lion",
+    "Lamb",
+    "Muon",
+)
 Hook = tuple[tuple[Any, ...], dict[str, Any]]
 _watched: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Source]] = weakref.WeakKeyDictionary()
 
@@ -148,6 +163,12 @@ class Source:
         """Learning rate of each parameter group, as the optimizer holds it (a number, or a tensor if capturable)."""
         return [group.get("lr", 0.0) for group in self.optimizer.param_groups]
 
+    @property
+    def adaptive(self) -> bool:
+        """Whether the optimizer divides by a second moment, by the state it keeps or by the name of its class."""
+        state = next(iter(self.optimizer.state.values()), {})
+        return not SECOND_MOMENTS.isdisjoint(state) or type(self.optimizer).__name__.startswith(ADAPTIVE)
+
     def gradient_event(self, losses: Sequence[Any], batches: Sequence[Any]) -> GradientEvent:
         """The event of the step that is about to happen."""
         gradients = [p.grad for p in self.parameters]
@@ -165,6 +186,7 @@ class Source:
             batches=batches,
             rejected=self.rejected,
             tables=self.tables,
+            adaptive=self.adaptive,
             scale=scale,
         )
 

@@ -158,6 +158,7 @@ def _modes() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # they were shown when the user's forward ran
+            # A compiled function that is called under a dispatch mode would be given up by the compiler for good.
             if hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield

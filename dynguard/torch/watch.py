@@ -87,8 +87,8 @@ class Watch:
                 source.deferred = source.can_defer()
                 if not source.deferred:
                     log.warning(
-                        "reads='deferred' needs a fused optimizer, e.g. AdamW(..., fused=True), that drops an update by "
-                        "itself when found_inf is set; %s is not: one host read per step is kept",
+                        "reads='deferred' needs a fused optimizer, e.g. AdamW(..., fused=True), that drops an update "
+                        "by itself when found_inf is set; %s is not: one host read per step is kept",
                         type(source.optimizer).__name__,
                     )
 
@@ -142,6 +142,8 @@ class Watch:
             source.detach()
         if self._successors is not None:
             self._successors.detach()
+        if self.keeper is not None:
+            self.keeper.close()
 
 
 def _modules(given: Any) -> list[nn.Module]:

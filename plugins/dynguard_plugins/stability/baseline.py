@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 LEVEL_WINDOW = 20.0  # steps over which the level follows
-SPREAD_WINDOW = 200.0  # steps over which spread, loadings and quantiles follow
+SPREAD_WINDOW = 400.0  # steps over which spread, loadings and quantiles follow
 GAIN = 1.5  # of the quantile tracker, in units of the mean absolute residual
-PAD = 0.05  # log units added to every scale: variations below 5% never matter
-COMMON = 0.35  # the common factor is this quantile over layers: a fault in up to 65% of them leaves it alone
+PAD = 0.15  # log units added to every scale: variations of a few per cent never matter
+COMMON = 0.25  # the common factor is this quantile over layers: a fault in most of them leaves it alone
 LEAST_SPREAD = 0.02
 
 

@@ -13,7 +13,8 @@ from pydantic import Field
 from dynguard import Action, Section, Table, hookimpl, validated
 from dynguard.arrays import local
 from dynguard.errors import OptionError
-from dynguard_plugins.stability.clip_rules import AdaGC, AutoClip, Measured, Norm, Rule, ZClip, choose, is_tensor
+from dynguard_plugins.stability.clip_numbers import choose, is_tensor
+from dynguard_plugins.stability.clip_rules import AdaGC, AutoClip, Measured, Norm, Rule, ZClip
 from dynguard_plugins.stability.clip_scaling import scale
 from dynguard_plugins.stability.clip_units import UnitWise
 

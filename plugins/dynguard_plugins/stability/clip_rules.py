@@ -7,14 +7,15 @@ Norms that are zero or non-finite enter no baseline, and never give a factor oth
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+
+from dynguard_plugins.stability.clip_history import DeviceHistory, HostHistory, Saved
+from dynguard_plugins.stability.clip_numbers import choose, is_tensor, number, placed, shrinking, usable
 
 TORCH_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_, with which ``norm`` agrees
 
@@ -31,48 +32,6 @@ class Measured:
     def device(self) -> Any:
         """The device, or None for host memory."""
         return getattr(self.total, "device", None) if is_tensor(self.total) else None
-
-
-def is_tensor(value: object) -> bool:
-    """Whether this is a tensor, which must not be read; all else is on the host."""
-    return not isinstance(value, (np.ndarray, np.generic, bool, int, float, list, tuple))
-
-
-def choose(condition: Any, yes: Any, no: Any) -> Any:
-    """``where`` for tensors, arrays and plain booleans."""
-    if isinstance(condition, (bool, np.bool_)):
-        return yes if condition else no
-    if isinstance(condition, np.ndarray):
-        return np.where(condition, yes, no)
-    import torch
-
-    return torch.where(condition, yes, no)
-
-
-def usable(norm: Any) -> Any:
-    """Whether a norm is finite and not zero, entry by entry."""
-    return (norm > 0) & (norm < math.inf)
-
-
-def shrinking(factor: Any, norm: Any) -> Any:
-    """``factor`` where it shrinks a usable norm, else 1: never a NaN, never a growth."""
-    return choose(usable(norm) & (factor < 1), factor, 1.0)
-
-
-def placed(value: Any, measured: Measured) -> Any:
-    """``value`` (numbers, array or tensor) where the norms are, in float64 on the host."""
-    device = measured.device
-    if device is None:
-        host = value.detach().cpu().numpy() if is_tensor(value) else value
-        return np.asarray(host, np.float64)[()]
-    import torch
-
-    return torch.as_tensor(value, dtype=measured.total.dtype, device=device)
-
-
-def number(value: Any) -> Any:
-    """A plain float or list of floats, for a state dict; reads the device."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 class Rule(Protocol):
@@ -134,11 +93,11 @@ class _Learned:
     KEPT: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
-        self._device: Any = self  # not known yet
         self.restart()
 
     def restart(self) -> None:
         """Forget everything learned."""
+        self._device: Any = self  # none yet
         for name in self.KEPT:
             setattr(self, name, 0.0)
 
@@ -147,7 +106,7 @@ class _Learned:
         if measured.device != self._device:
             self._device = measured.device
             for name in self.KEPT:
-                setattr(self, name, placed(getattr(self, name), measured))
+                setattr(self, name, placed(getattr(self, name), measured.total))
 
     def state_dict(self) -> dict[str, Any]:
         """All that is known, as plain numbers."""
@@ -220,12 +179,12 @@ class AdaGC(_Learned):
 
     def __init__(self, *, ratio: float, decay: float, warmup: int, max_norm: float) -> None:
         self.ratio, self.decay, self.warmup, self.max_norm = ratio, decay, warmup, max_norm
-        self._names: tuple[str, ...] = ()
         super().__init__()
 
     def restart(self) -> None:
         """Forget everything learned."""
-        self._names, self._device = (), self
+        self._device = self
+        self._names: tuple[str, ...] = ()
         self.gamma, self.seen, self.pending = [], [], []
 
     def place(self, measured: Measured) -> None:
@@ -290,7 +249,6 @@ class AutoClip(_Learned):
     def restart(self) -> None:
         """Forget everything learned."""
         super().restart()
-        self._device: Any = self
         self._norms: HostHistory | DeviceHistory | Saved = Saved([])
 
     def place(self, measured: Measured) -> None:
@@ -321,93 +279,6 @@ class AutoClip(_Learned):
         """Take up ``state_dict()``."""
         super().load_state_dict(state)
         self._norms = Saved(state["history"])
-
-
-@dataclass(slots=True)
-class Saved:
-    """A history that isn't placed yet."""
-
-    kept: Sequence[float]
-
-    def values(self) -> list[float]:
-        """All that is kept, oldest first."""
-        return list(self.kept)
-
-
-class HostHistory:
-    """The newest ``length`` numbers, kept in order of size too: a quantile costs next to nothing."""
-
-    def __init__(self, length: int, values: Sequence[float] = ()) -> None:
-        self._length = length
-        self._newest = deque(value for value in values[-length:] if value < math.inf)
-        self._sorted = sorted(self._newest)
-
-    def quantile(self, extra: Any, share: float) -> float:
-        """The quantile of the history and ``extra``, linear between two numbers; infinite if ``extra`` is unusable."""
-        if not usable(extra):
-            return math.inf
-        where = bisect.bisect_left(self._sorted, extra)
-        position = len(self._sorted) * share
-        low = int(position)
-        lower, upper = (self._with(extra, where, min(k, len(self._sorted))) for k in (low, low + 1))
-        return lower + (position - low) * (upper - lower)
-
-    def _with(self, extra: float, where: int, k: int) -> float:
-        return extra if k == where else self._sorted[k - (k > where)]
-
-    def add(self, value: Any, good: Any) -> None:
-        """Keep ``value`` where ``good``, letting go of the oldest."""
-        if not good:
-            return
-        value = float(value)
-        bisect.insort(self._sorted, value)
-        self._newest.append(value)
-        if len(self._newest) > self._length:
-            oldest = self._newest.popleft()
-            del self._sorted[bisect.bisect_left(self._sorted, oldest)]
-
-    def values(self) -> list[float]:
-        """All that is kept, oldest first."""
-        return list(self._newest)
-
-
-class DeviceHistory:
-    """The same on a device, without reading it: a ring of ``length`` slots, infinite where nothing usable came."""
-
-    def __init__(self, length: int, values: Sequence[float], like: Any) -> None:
-        self._ring = like.new_full((length,), math.inf)
-        kept = values[-length:]
-        if kept:
-            self._ring[: len(kept)] = like.new_tensor(kept)
-        self._written = len(kept)
-
-    def quantile(self, extra: Any, share: float) -> Any:
-        """0-d: the quantile of the history and ``extra``; infinite where ``extra`` is unusable."""
-        import torch
-
-        have = self._ring[: min(self._written, len(self._ring))]
-        known = usable(extra)
-        ordered = torch.cat((have, torch.where(known, extra, math.inf).reshape(1))).sort().values
-        position = ((ordered < math.inf).sum() - 1).clamp(min=0) * share
-        low = position.floor().long()
-        # index_select: a subscript by a 0-d tensor would read it
-        pair = ordered.index_select(0, torch.stack((low, low + 1)).clamp(max=len(ordered) - 1))
-        between = position - low
-        upper = torch.where(between > 0, pair[1], pair[0])  # infinite beyond the last number
-        return torch.where(known, pair[0] + between * (upper - pair[0]), math.inf)
-
-    def add(self, value: Any, good: Any) -> None:
-        """Keep ``value`` where ``good``, letting go of the oldest."""
-        import torch
-
-        self._ring[self._written % len(self._ring)] = torch.where(good, value, math.inf)
-        self._written += 1
-
-    def values(self) -> list[float]:
-        """The slots, oldest first; reads the device."""
-        ring = self._ring.tolist()
-        turn = self._written % len(ring)
-        return ring[turn:] + ring[:turn] if self._written > len(ring) else ring[: self._written]
 
 
 def _capped(limit: Any, cap: float | None) -> Any:

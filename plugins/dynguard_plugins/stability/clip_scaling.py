@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dynguard_plugins.stability.clip_rules import is_tensor
+from dynguard_plugins.stability.clip_numbers import is_tensor
 
 
 def scale(gradients: Sequence[Any], factor: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynguard.arrays import local
-from dynguard_plugins.stability.clip_rules import choose, is_tensor, usable
+from dynguard_plugins.stability.clip_numbers import choose, is_tensor, usable
 from dynguard_plugins.stability.clip_scaling import entries
 
 if TYPE_CHECKING:

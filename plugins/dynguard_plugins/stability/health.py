@@ -38,13 +38,13 @@ class Watched:
         self.pending: list[Finding] = []
         self.suspicious = False
 
-    def see(self, step: int, norms: Any, have: Sequence[Any] | None, stray: bool) -> None:
+    def see(self, step: int, norms: Any, have: Sequence[Any], stray: bool) -> None:
         """Take in the (n,) norms of a step on the host.
 
         Args:
             step: of the event.
             norms: (n,) gradient norms.
-            have: n entries, None where there is no gradient; or None if that is not known.
+            have: n entries, None where there is no gradient; or none at all if that is not known.
             stray: whether the gradients look used already.
         """
         count = int(np.count_nonzero(norms))
@@ -138,7 +138,7 @@ class Health:
 
     def _on_device(self, event: GradientEvent, watched: Watched, norms: Any) -> Signal:
         """The same where the norms will be read by the bus: they come back through ``learn``."""
-        have = [None if g is None else True for g in event.gradients] if watched.layers.absent else None
+        have = [None if g is None else True for g in event.gradients] if watched.layers.absent else ()
         step, stray = event.step, watched.stray.suspect
 
         def see(values: list[float]) -> list[Finding]:

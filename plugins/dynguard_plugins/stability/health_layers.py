@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-SURPRISE = 1e-6  # chance of so long a row of zeros if the layer were used as often as before
+SURPRISE = 1e-8  # chance of so long a row of zeros if the layer were used as often as before
 KNOWN = 5  # steps with a gradient before a row of zeros can surprise
 NEVER = 2**40  # not due any more
 
@@ -40,12 +40,12 @@ class Layers:
     zero: npt.NDArray[np.int64]
     due: npt.NDArray[np.int64]
 
-    def see(self, norms: Any, have: Sequence[Any] | None, count: int) -> bool:
+    def see(self, norms: Any, have: Sequence[Any], count: int) -> bool:
         """Take in the norms of a step on the host; True when some row is due for a look.
 
         Args:
             norms: (n,) gradient norms.
-            have: n entries, None where there is no gradient; or None if that is not known.
+            have: n entries, None where there is no gradient; or none at all if that is not known.
             count: how many norms are not zero.
         """
         size = len(norms)
@@ -61,7 +61,7 @@ class Layers:
         if count == 0:
             return False
         used = norms != 0
-        here = [i for i in np.flatnonzero(~used).tolist() if have[i] is not None] if have is not None else []
+        here = [i for i in np.flatnonzero(~used).tolist() if have[i] is not None] if have else []
         self.alive += used
         if not here and not self.active:
             return False
@@ -74,13 +74,10 @@ class Layers:
 
     def suspects(self) -> list[int]:
         """Layers whose row of zeros is due and can't be explained by how they are used."""
-        due = self.row >= self.due
         often = self.alive + self.full
-        with np.errstate(divide="ignore"):
-            chance = self.row * np.log((self.zero + 0.5) / (often + self.zero + 1.0))
-        odd = (often > 0) & (chance < np.log(SURPRISE)) & ((often >= KNOWN) | (self.row >= 2 * self.dead_steps))
-        never = (often == 0) & (self.row >= 2 * self.dead_steps)
-        return [int(i) for i in np.flatnonzero(due & (odd | never))]
+        odd = (often >= KNOWN) & (_chance(often, self.zero, self.row) < SURPRISE)
+        only = (self.zero == 0) & (self.row >= 2 * self.dead_steps)  # never, or not since the first steps
+        return [int(i) for i in np.flatnonzero((self.row >= self.due) & (odd | only))]
 
     def used(self, layer: int) -> int:
         """Steps at which the layer had a gradient that was not zero."""
@@ -88,8 +85,7 @@ class Layers:
 
     def chance(self, layer: int) -> float:
         """Probability of the layer's present row of zeros, if it were used as often as before."""
-        zero, often = float(self.zero[layer]), float(self.used(layer))
-        return float(((zero + 0.5) / (often + zero + 1.0)) ** float(self.row[layer]))
+        return float(_chance(self.used(layer), self.zero[layer], self.row[layer]))
 
     def _end(self, ended: npt.NDArray[np.bool_]) -> None:
         if ended.any():
@@ -114,3 +110,14 @@ class Layers:
         for name in self.FIELDS:
             setattr(self, name, np.array(state[name], np.int64))
         self.full, self.active, self.absent = state["full"], state["active"], state["absent"]
+
+
+def _chance(often: Any, zero: Any, row: Any) -> Any:
+    """Probability of ``row`` zeros to come, after ``often`` steps with a gradient and ``zero`` without.
+
+    Predictive probability of a beta-binomial model with Jeffreys' prior (Gelman et al., "Bayesian Data Analysis",
+    section 2.4): it allows for how little is known about the frequency of use.
+    """
+    from scipy.special import betaln  # type: ignore[import-untyped]  # scipy ships no types
+
+    return np.exp(betaln(often + 0.5, zero + row + 0.5) - betaln(often + 0.5, zero + 0.5))

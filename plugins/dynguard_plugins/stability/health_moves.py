@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Receiver = Callable[[list[float]], list[Finding]]
 WAIT = 3  # updates between the copy and the look
+QUIET = 16  # steps in which the answer comes
 FROZEN_EVERY, FROZEN_WAIT = 32, 8  # steps between looks for frozen parameters, and updates that one is watched for
 AGAIN = 200  # events before a frozen parameter that rested is looked at again
 PROBES = 200  # looks per run
@@ -71,7 +72,7 @@ class Moves:
         self.probes += 1
         self._probe = Probe.of(chosen, event.parameters, self.clock)
         for layer in chosen:
-            self.layers.due[layer] = self.layers.row[layer] + WAIT + 2  # quiet until the answer is there
+            self.layers.due[layer] = self.layers.row[layer] + QUIET
 
     def _finish(self, event: GradientEvent, probe: Probe) -> Iterator[tuple[Any, Receiver]]:
         if event.rejected is True:
@@ -148,6 +149,7 @@ class Moves:
         if self._frozen is None or self.clock - probe.begun < FROZEN_WAIT:
             return
         self._frozen = None
+        self._rested.update(dict.fromkeys(probe.layers, self.clock + AGAIN))
         names, step = event.names, event.step
         yield probe.distances(event.parameters), lambda values: self._answer_frozen(probe, values, names, step)
 
@@ -158,8 +160,6 @@ class Moves:
             if found.material:
                 moved.append(found)
                 self.told["frozen"].add(layer)
-            else:
-                self._rested[layer] = self.clock + AGAIN
         return [frozen(moved, step)] if moved else []
 
     def state_dict(self) -> dict[str, Any]:

@@ -87,19 +87,20 @@ class Rates:
         self.searches += 1
         index = _member(event, group)
         live = around(event.parameters[index]) if index < len(event.parameters) else Live()
-        verdict = self._verdict(live, group, height)
+        verdict = self._verdict(live, group, height, whole=len(groups) == len(now))
         if verdict is None:
             return []
         self.told.append(height)
         return [self._finding(event, groups, group, height, *verdict)]
 
-    def _verdict(self, live: Live, group: int, height: float) -> tuple[Severity, str, Any] | None:
+    def _verdict(self, live: Live, group: int, height: float, *, whole: bool) -> tuple[Severity, str, Any] | None:
         """(severity, what is known, scheduler) of a jump of ``group`` to ``height``; None where it was asked for.
 
         A scheduler whose own rate is the new one made the jump. It continues the run if it has taken at least half as
-        many steps, in its own units, as the rate has changed before; one that was made anew has not.
+        many steps, in its own units, as the rate has changed before; one that was made anew has not. ``whole`` says
+        that all groups jumped: one alone may be a layer that joins the training.
         """
-        makers = [s for s in live.schedulers if any(_close(rate, height) for rate in getattr(s, "_last_lr", ()))]
+        makers = [s for s in live.schedulers if _made(s, height)]
         if any(s.last_epoch >= max(1.0, (self.changes + 1) / 2) for s in makers):
             return None
         if makers:
@@ -110,7 +111,7 @@ class Rates:
             return Severity.WARNING, "the optimizer holds no state, so it was made anew", None
         if height < MANUAL_RATIO * self.last[group]:
             return None
-        if self.fell and height > BEYOND * self.highest[group]:
+        if whole and self.fell and height > BEYOND * self.highest[group]:
             return Severity.WARNING, f"no scheduler set it, and it was never above {self.highest[group]:.4g}", None
         return Severity.INFO, "no scheduler set it: a restart by hand, or a resume without its schedule", None
 
@@ -154,6 +155,12 @@ class Rates:
 
 def _close(rate: Any, height: float) -> bool:
     return isinstance(rate, (int, float)) and math.isclose(rate, height, rel_tol=1e-6)
+
+
+def _made(scheduler: Any, height: float) -> bool:
+    """Whether the scheduler set this rate; one that only joins others (ChainedScheduler) counts no steps of its own."""
+    counts = isinstance(getattr(scheduler, "last_epoch", None), (int, float))
+    return counts and any(_close(rate, height) for rate in getattr(scheduler, "_last_lr", ()))
 
 
 def _made_anew(live: Live, height: float) -> bool:

@@ -92,8 +92,8 @@ def dead(still: Sequence[Moved], step: int, severity: Severity) -> Finding:
         severity=severity,
         step=step,
         subject=subject([m.name for m in still]),
-        premise=f"the gradient of {_named(still)} {'was always' if never else 'is now'} exactly zero, for {row} steps, and it "
-        "does not move",
+        premise=f"the gradient of {_named(still)} {'was always' if never else 'is now'} exactly zero, for {row} steps, "
+        "and it does not move",
         implies="it is not trained: its units are dead, it is cut off from the loss, or its gradient underflows",
         expected_effect="with a gradient it is trained; else it can be left out of the optimizer",
         confidence=None if never else min((m.confidence for m in still if m.confidence is not None), default=None),
@@ -116,8 +116,8 @@ def frozen(moved: Sequence[Moved], step: int) -> Finding:
         kind="moved_frozen",
         step=step,
         subject=subject([m.name for m in moved]),
-        premise=f"{_named(moved)} is frozen (requires_grad=False) but changed in {moved[0].row} updates: a stale "
-        f"gradient is left on it, so {'weight decay' if decay else 'the optimizer'} goes on moving it",
+        premise=f"frozen (requires_grad=False) but changed in {moved[0].row} updates: {_named(moved)}; a stale "
+        f"gradient is left there, on which {'weight decay' if decay else 'the optimizer'} goes on acting",
         implies="weights that were meant to stay as they are drift away",
         expected_effect="without a gradient the optimizer leaves it alone",
         evidence=_evidence(moved, updates=moved[0].row),

@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("dynguard")
 
 STREAMS = ("layers", "global", "loss")
+SHARES = 4  # of the budget of false alarms: one for each stream, one in reserve
 LEAST_Z = 1.0  # a threshold is never inside the usual range
 HEAVIEST = {"layers": 0.05, "global": 0.05, "loss": 0.25}  # tail index of each stream's scores at most
+TOGETHER = 3.0  # a common rise by this much is the batch's doing, not one layer's
+MILD_RATIO = 50.0  # what a batch may do to all gradients and still be mild
+LEAST_SHARE = 1e-4  # of the usual global norm: a gradient below it is nobody's spike
 LOSS_RATIO = 5.0  # a loss below so many times its usual size is nobody's spike
 LEAST_RATIO = 3.0  # a rise below this is nobody's spike, however unusual
 YOUNG_RATIO = 6.0  # before the thresholds are fitted: this far above the level ...
@@ -43,6 +47,7 @@ class Watched:
             for stream in STREAMS
         )
         self.loss_scale: Any = None
+        self.row = like[0] * 0.0  # how many of the steps just before spiked
         self.rate_level: float | None = None
         self.pending: dict[str, Any] | None = None
         self.bounds: Any = None
@@ -61,6 +66,11 @@ class Spike:
     the same step, the log global norm and the loss with theirs. Thresholds come from the run: peaks over threshold on
     the scores of accepted steps, so that clean steps alarm at the rate ``false_alarms``. Falling values never alarm;
     what is non-finite, fired or was rejected never enters a baseline.
+
+    A spike of all layers together that is mild (below x50), stands alone and meets an optimizer that divides by a
+    second moment is warned about and let through: such batches are often rare, legitimate data, which would never be
+    learnt if they were skipped for ever, and the step that Adam makes of them is bounded. The second in a row, a larger
+    one, or one that only some layers show, is acted upon.
 
     Args:
         action: what to do about a finite spike. The recurrent weights of an RNN are clipped rather than skipped when
@@ -81,7 +91,7 @@ class Spike:
         action: Action = Action.SKIP,
         nan_action: Action = Action.SKIP,
         false_alarms: Annotated[float, Field(gt=0, lt=0.5)] = 1e-4,
-        calibrate: Annotated[int, Field(ge=30)] = 150,
+        calibrate: Annotated[int, Field(ge=30)] = 100,
         ratio: Annotated[float, Field(gt=1)] | None = None,
         warmup: Annotated[int, Field(ge=1)] = 10,
     ) -> None:
@@ -98,18 +108,23 @@ class Spike:
             watched = self._settled(event, norms, loss)
             x, bad = self._channels(norms, total, loss, watched)
             score = watched.baseline.score(x)
-            spiking = self._spiking(watched, event, score)
+            spiking = self._spiking(watched, event, score) & _matters(x, watched.baseline)
             fired = bad | spiking.any()
+            # A spike of all layers together may be rare, legitimate data: see Spike's docstring.
+            mild = self._mild(event, watched, score)
+            drop = bad | (spiking.any() & ~mild)
+            watched.row = watched.row * spiking.any() + spiking.any()
             layers = len(norms)
             streams = _join(score.z[:layers].max(), score.z[layers], score.z[layers + 1])
-        pending = {"x": x, "score": score, "good": score.good & ~spiking, "streams": None, "loss": loss}
+        pending = {"x": x, "score": score, "good": score.good & ~spiking, "streams": None, "loss": loss, "taken": True}
         watched.pending = pending
-        facts = Facts(event, watched.baseline, score, x, spiking, watched.thresholds)
+        facts = Facts(event, watched.baseline, score, x, spiking, watched.thresholds, mild, pending)
         return Signal(
             streams,
             fired,
             lambda: self._explain(facts),
             max(self.action, self.nan_action),
+            drop=drop,
             learn=lambda values: pending.update(streams=values),
         )
 
@@ -138,9 +153,7 @@ class Spike:
         size = len(norms)
         if watched is None:
             like = _channel_like(norms)
-            watched = Watched(
-                like, size, warmup=self.warmup, rate=self.false_alarms / len(STREAMS), calibrate=self.calibrate
-            )
+            watched = Watched(like, size, warmup=self.warmup, rate=self.false_alarms / SHARES, calibrate=self.calibrate)
             self._watched[event.source] = watched
             if event.source in self._saved:
                 _load(watched, self._saved.pop(event.source), like)
@@ -164,7 +177,7 @@ class Spike:
         if value is not None:
             _track_loss(watched, value)
         streams = pending["streams"]
-        if streams is None or not watched.baseline.steps > self.warmup:
+        if streams is None or not pending["taken"] or not watched.baseline.steps > self.warmup:
             return
         fits = [t.add(z) for t, z in zip(watched.thresholds, streams, strict=True) if z > -9.0 or not t.fitted]
         if any(fits):
@@ -191,6 +204,13 @@ class Spike:
                 _bounds(score.z, base.layers, least),
             )
         return (score.z > watched.bounds[0]) & (score.residual - slack > watched.bounds[1])
+
+    def _mild(self, event: GradientEvent, watched: Watched, score: Score) -> Any:
+        """0-d bool: all layers rise together, not by far, for the first time in a row, under an adaptive optimizer."""
+        if not event.adaptive:
+            return watched.row < -1.0
+        together = (score.common > math.log(TOGETHER)) & (score.common < math.log(MILD_RATIO))
+        return together & (watched.row == 0.0)
 
     def _explain(self, facts: Facts) -> Iterator[Finding]:
         yield from tell(facts, self.action, self.nan_action)
@@ -242,12 +262,14 @@ def _save(watched: Watched) -> dict[str, Any]:
         "loss_scale": None if watched.loss_scale is None else float(watched.loss_scale),
         "rate_level": watched.rate_level,
         "told": watched.told,
+        "row": float(watched.row),
         "pending": pending
         and {
             "x": pending["x"].tolist(),
             "score": score_state(pending["score"]),
             "good": pending["good"].tolist(),
             "streams": pending["streams"],
+            "taken": pending["taken"],
             "loss": None if pending["loss"] is None else float(pending["loss"]),
         },
     }
@@ -259,12 +281,14 @@ def _load(watched: Watched, saved: Mapping[str, Any], like: Any) -> None:
         threshold.load_state_dict(have)
     watched.loss_scale = None if saved["loss_scale"] is None else filled(like, [saved["loss_scale"]])[0]
     watched.rate_level, watched.told = saved["rate_level"], saved["told"]
+    watched.row = filled(like, [saved["row"]])[0]
     pending = saved["pending"]
     watched.pending = pending and {
         "x": filled(like, pending["x"]),
         "score": score_from(pending["score"], like),
         "good": filled(like, pending["good"]) > 0,
         "streams": pending["streams"],
+        "taken": pending["taken"],
         "loss": None if pending["loss"] is None else filled(like, [pending["loss"]])[0],
     }
 
@@ -292,6 +316,13 @@ def _bounds(like: Any, layers: int, values: list[float]) -> Any:
     bounds[layers] = values[1]
     bounds[layers + 1] = values[2]
     return bounds
+
+
+def _matters(x: Any, baseline: Baseline) -> Any:
+    """(n,) bool: not a layer whose gradient is rounding noise beside the others (a bias before BatchNorm)."""
+    xp = namespace(x)
+    floor = baseline.level[baseline.layers] + math.log(LEAST_SHARE)
+    return (x > floor) | (baseline.is_layer == 0) | ~xp.isfinite(floor)
 
 
 def _lr_slack(watched: Watched, event: GradientEvent) -> float:

@@ -30,6 +30,8 @@ class Facts:
     x: Any
     spiking: Any
     thresholds: Sequence[Threshold]
+    mild: Any
+    pending: dict[str, Any]
 
     @property
     def loss(self) -> float | None:
@@ -149,10 +151,16 @@ def spikes(facts: Facts, action: Action) -> Iterator[Finding]:
         hit_layers = overflowed
     gradient_too = bool(hit_layers) or layers in hits
     grown = rises[layers] > math.log(3.0)
+    if bool(facts.mild) and action is Action.SKIP:
+        action = Action.WARN
+    # A step that is taken as it is belongs to what this run is like: the thresholds learn from it.
+    facts.pending["taken"] = action in (Action.WARN, Action.PROCEED)
+    gradient = _gradient_spike(facts, action, hit_layers, rises) if gradient_too else None
     if layers + 1 in hits:
-        yield _loss_spike(facts, action if gradient_too or grown else Action.WARN, rises)
-    if gradient_too:
-        yield _gradient_spike(facts, action, hit_layers, rises)
+        asked = gradient.action if gradient is not None else action
+        yield _loss_spike(facts, asked if gradient_too or grown else Action.WARN, rises)
+    if gradient is not None:
+        yield gradient
 
 
 def _loss_spike(facts: Facts, action: Action, rises: list[float]) -> Finding:
@@ -192,19 +200,15 @@ def _gradient_spike(facts: Facts, action: Action, hit_layers: list[int], rises: 
     where = f"in {len(hit_layers)} of {layers} layers, most in" if hit_layers else "in all layers together, most in"
     return Finding(
         kind="grad_spike",
-        severity=Severity.ERROR,
+        severity=Severity.ERROR if action.intervenes else Severity.WARNING,
         step=event.step,
         subject=event.names[worst],
         rows=rows,
         action=action,
         premise=f"the gradient norm left its baseline {where} {event.names[worst]!r}: {norms[worst]:.4g}, usually "
         f"{_exp(level[worst]):.4g} (x{_ratio(rises[worst]):.4g})",
-        implies="one batch or a numerical accident outweighs many good steps"
-        if not recurrent
-        else "the recurrent product over a long sequence explodes",
-        expected_effect="the gradient is brought down to its usual size"
-        if action is Action.CLIP
-        else "the weights do not take this step",
+        implies=_implication(action, bool(recurrent)),
+        expected_effect=_EFFECTS.get(action, ""),
         confidence=None if p is None else 1 - p,
         evidence=_evidence(
             gradient_norm=norms[worst], baseline=_exp(level[worst]), ratio=_ratio(rises[worst]), score=z[worst],
@@ -213,6 +217,21 @@ def _gradient_spike(facts: Facts, action: Action, hit_layers: list[int], rises: 
             global_norm=float(event.global_norm), global_limit=_limit(facts, layers, level) if whole else None,
         ),
     )  # fmt: skip
+
+
+_EFFECTS = {
+    Action.CLIP: "the gradient is brought down to its usual size",
+    Action.SKIP: "the weights do not take this step",
+    Action.ROLLBACK: "the weights are those of the last verified snapshot",
+}
+
+
+def _implication(action: Action, recurrent: bool) -> str:
+    if action is Action.WARN:
+        return "a batch unlike the others, perhaps rare and legitimate; the optimizer bounds what one step can do"
+    if recurrent:
+        return "the recurrent product over a long sequence explodes"
+    return "one batch or a numerical accident outweighs many good steps"
 
 
 def _limit(facts: Facts, channel: int, level: list[float]) -> float:
