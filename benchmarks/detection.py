@@ -4,11 +4,11 @@
 
 Every run of the zoo trains as it would; at random steps (from step 60 on, 60 to 180 apart) a fault is planted: one
 layer's gradient times 5, 20 or 100, one NaN or infinite entry in one layer, a mis-scaled or garbage batch, a batch with
-shuffled labels. What is planted is kept from the weights whoever noticed it, so that all rules see one and the same run;
-each rule's own state takes in what the rule lets in. dynguard runs as a user would run it, in ``guard`` mode. Steps
-without a fault are clean, and an alarm there is false. Slow faults (a layer's gradient growing 2% a step, the learning
-rate times 10) are planted for good, in runs of their own. The seeds differ from those that the thresholds' constants
-were chosen on (0, 1, 2).
+shuffled labels. What is planted is kept from the weights whoever noticed it, so that all rules see one and the same
+run; each rule's own state takes in what the rule lets in. dynguard runs as a user would run it, in ``guard`` mode.
+Steps without a fault are clean, and an alarm there is false. Slow faults (a layer's gradient growing 2% a step, the
+learning rate times 10) are planted for good, in runs of their own. The seeds differ from those that the thresholds'
+constants were chosen on (0, 1, 2).
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def note(tally: Tally, answer: Said, fault: str | None, layer: str | None) -> No
 
 
 def slow_fault(kind: str, seed: int, how: str, rules: dict[str, Any]) -> dict[str, int | None]:
-    """Steps from the start of a lasting fault to each rule's first alarm in the next 300 steps; None if there is none."""
+    """Steps from a lasting fault's start to each rule's first alarm within 300 steps; None if there is none."""
     run = zoo.make(kind, seed)
     guard = Guard(run)
     source = next(iter(run.optimizers))

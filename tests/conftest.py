@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,11 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., FlowManager]]:
     yield make
     for flow in made:
         flow.close()
+
+
+@pytest.fixture(autouse=True)
+def _own_excepthook() -> Iterator[None]:
+    """torch.distributed puts a prefix of its own into every traceback of the process and never takes it out."""
+    before = sys.excepthook
+    yield
+    sys.excepthook = before

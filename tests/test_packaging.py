@@ -186,7 +186,7 @@ def test_readme_configuration_is_accepted(tmp_path: Path) -> None:
     (block,) = blocks(ROOT / "README.md", "toml")
     (tmp_path / "dynguard.toml").write_text(block, encoding="utf-8")
     code = "from dynguard import registry as r; c = r.load_config(); print(*dict(r.resolve(c.plugins, c.options)))"
-    assert run(code, cwd=tmp_path).split() == ["console", "history", "json", "spike"]
+    assert run(code, cwd=tmp_path).split() == ["console", "health", "history", "json", "spike"]
     assert tomllib.loads(block)["flow"] == {"mode": "observe"}
 
 

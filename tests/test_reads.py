@@ -28,14 +28,14 @@ class Waits(TorchDispatchMode):
         self.count = 0
         self.where: list[str] = []
         self.inside = False
-        self.home: set[int] = set()  # tensors that were sent home without waiting
+        self.home: dict[int, torch.Tensor] = {}  # what was sent home, held so that no address comes again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal"):
             self.saw(name, args[0])
         if name == "copy_" and (kwargs or {}).get("non_blocking", len(args) > 2 and args[2]):
-            self.home.add(args[0].data_ptr())
+            self.home[args[0].data_ptr()] = args[0]
         return func(*args, **(kwargs or {}))
 
     def saw(self, name: str, tensor: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ def counting() -> Iterator[Waits]:
             finally:
                 waits.inside = outer
             if isinstance(result, torch.Tensor):
-                waits.home.add(result.data_ptr())  # a copy at home may be looked at as often as one likes
+                waits.home[result.data_ptr()] = result  # a copy at home may be looked at as often as one likes
             return result
 
         return counted

@@ -19,7 +19,9 @@ def unwrap(model: nn.Module) -> nn.Module:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
             continue
-        inner = next((m for w in WRAPPERS if isinstance(m := model._modules.get(w), nn.Module)), None)
+        inner = next(
+            (m for w in WRAPPERS if w in model._modules and isinstance(m := model._modules[w], nn.Module)), None
+        )
         if inner is None:
             return model
         model = inner

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dynguard.errors import SetupError
 from dynguard.events import GradientEvent, ParameterEvent
+from dynguard.torch.distributed import is_sharded
 from dynguard.torch.statistics import NARROW, Statistics
 
 # Under which names optimizers keep second moments, and how their classes are called.
@@ -157,7 +158,7 @@ class Source:
         self._group_of = [group_of.get(id(p), 0) for p in self.parameters]
         self.tables = frozenset(i for i, p in enumerate(self.parameters) if id(p) in self._table_names)
         kinds = {(p.device, p.layout) for p in self.parameters}
-        self._plain = len(kinds) == 1 and all(p.dtype in NARROW for p in self.parameters)
+        self._plain = len(kinds) == 1 and all(p.dtype in NARROW and not is_sharded(p) for p in self.parameters)
 
     def learning_rates(self) -> list[Any]:
         """Learning rate of each parameter group, as the optimizer holds it (a number, or a tensor if capturable)."""
@@ -166,7 +167,7 @@ class Source:
     @property
     def adaptive(self) -> bool:
         """Whether the optimizer divides by a second moment, by the state it keeps or by the name of its class."""
-        state = next(iter(self.optimizer.state.values()), {})
+        state: dict[str, Any] = next(iter(self.optimizer.state.values()), {})
         return not SECOND_MOMENTS.isdisjoint(state) or type(self.optimizer).__name__.startswith(ADAPTIVE)
 
     def gradient_event(self, losses: Sequence[Any], batches: Sequence[Any]) -> GradientEvent:

@@ -73,7 +73,7 @@ class Spike:
     one, or one that only some layers show, is acted upon.
 
     Args:
-        action: what to do about a finite spike. The recurrent weights of an RNN are clipped rather than skipped when
+        action: what to do about a finite spike. A network with recurrent weights is clipped rather than skipped when
             this is ``skip``: long sequences are not bad data (Pascanu et al. 2013, "On the difficulty of training
             recurrent neural networks").
         nan_action: what to do about a non-finite gradient or loss.

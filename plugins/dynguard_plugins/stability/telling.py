@@ -188,9 +188,9 @@ def _gradient_spike(facts: Facts, action: Action, hit_layers: list[int], rises: 
     residuals = [float(r) for r in facts.score.residual.tolist()]
     among = hit_layers or range(layers)
     worst = max(among, key=lambda i: residuals[i])
-    recurrent = [i for i in among if RECURRENT.search(event.names[i])]
+    recurrent = [i for i, name in enumerate(event.names) if RECURRENT.search(name)]
     if recurrent and action is Action.SKIP:
-        worst, action = max(recurrent, key=lambda i: residuals[i]), Action.CLIP
+        worst, action = max(set(recurrent) & set(among) or {worst}, key=lambda i: residuals[i]), Action.CLIP
     z = [float(v) for v in facts.score.z.tolist()]
     whole = not hit_layers or bool(facts.spiking.tolist()[layers]) or len(hit_layers) * 2 >= layers
     stream = 0 if hit_layers else 1
