@@ -142,7 +142,7 @@ def one_run(kind: str, seed: int, rules: dict[str, Any]) -> dict[str, Tally]:
         for source, loss in run.phases(spoiled):
             optimizer = run.optimizers[source]
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
+            loss.backward()
             hit = fault is not None and (bad_batch or source == lucky)
             layer = plant(layers[source], fault, dice) if hit and fault is not None and not bad_batch else None
             norms = norms_of(layers[source])
@@ -207,7 +207,7 @@ def slow_fault(kind: str, seed: int, how: str, rules: dict[str, Any]) -> dict[st
         for current, loss in run.phases(batch):
             optimizer = run.optimizers[current]
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
+            loss.backward()
             if current == source and how == "drift 2%" and step >= begin:
                 for _, parameter in layers[name]:
                     if parameter.grad is not None:

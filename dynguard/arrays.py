@@ -16,15 +16,12 @@ _views = True
 
 def local(array: Any) -> Any:
     """A numpy view that shares memory with a strided CPU tensor; whatever else is given comes back as it is."""
-    if _views and hasattr(array, "is_cpu") and array.is_cpu and array.layout is _strided():
-        return array.detach().numpy()
-    return array
-
-
-def _strided() -> Any:
-    import torch
-
-    return torch.strided
+    if not _views or not getattr(array, "is_cpu", False):
+        return array
+    try:
+        return array.numpy()
+    except (RuntimeError, TypeError):  # it requires grad, or is sparse, or of a dtype that numpy lacks
+        return array
 
 
 @contextmanager

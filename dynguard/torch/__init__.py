@@ -1,1 +1,1 @@
-"""What needs torch: the gradient source, statistics and, later, recovery, curvature and precision."""
+"""What needs torch: sources, statistics, recovery, attribution, ranks and deferred reads."""

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from dynguard.torch import names as naming
 from dynguard.torch.copies import copy_all, has_values, is_floating, local, look
 
+LOOK_EVERY = 16  # calls of keep() between two looks for buffers in a model that has none
 WALK_EVERY = 256  # calls of keep() between two searches for modules that were replaced
 
 
@@ -119,7 +120,8 @@ class Buffers:
         Args:
             everything: copy also what looks unchanged: after a rollback, which writes past the version counters.
         """
-        if sum(map(len, self._tables)) != self._tally or not self._calls % WALK_EVERY:
+        due = self._slots or not self._calls % LOOK_EVERY
+        if due and (sum(map(len, self._tables)) != self._tally or not self._calls % WALK_EVERY):
             self._walk()
         self._calls += 1
         changed = [slot for slot in self._slots if everything or slot.may_have_changed()]

@@ -103,6 +103,7 @@ class Baseline:
         self.is_layer = xp.zeros_like(like)
         self.is_layer[:layers] = 1.0
         self.steps = 0
+        self._ripened = False
 
     count: Any
     level: Any
@@ -116,7 +117,8 @@ class Baseline:
         """Compare the channels' values ``x``, (n,), with their baselines."""
         xp = namespace(x)
         good = xp.isfinite(x)
-        rise = xp.where(good & (self.count > 0), x - self.level, self.spread * 0.0)
+        sure = xp is np and self._ripe and bool(good.all())
+        rise = x - self.level if sure else xp.where(good & (self.count > 0), x - self.level, self.spread * 0.0)
         layers = self.layers
         if layers > 2:
             common = kth(rise[:layers], int(COMMON * (layers - 1) + 0.5))
@@ -126,11 +128,15 @@ class Baseline:
             common = rise[0] * 0.0
             residual = rise
         z = (residual - self.high) / (abs(self.high - self.low) + PAD)
-        z = xp.where(good & (self.count >= self.warmup), z, z * 0.0 - 9.0)
+        if not sure:
+            z = xp.where(good & (self.count >= self.warmup), z, z * 0.0 - 9.0)
         return Score(rise, residual, z, good, common)
 
     def accept(self, x: Any, score: Score, good: Any) -> None:
         """Let a step into the baseline, where ``good`` (n,) bool says so."""
+        if isinstance(x, np.ndarray) and self._ripe and good.all():
+            self._accept_all(score)
+            return
         xp = namespace(x)
         self.steps += 1
         ok = xp.where(good, self.is_layer * 0.0 + 1.0, self.is_layer * 0.0)
@@ -152,6 +158,28 @@ class Baseline:
             weight = 1.0 / min(self.steps, SPREAD_WINDOW)
             self.common_power = self.common_power + weight * (score.common * score.common - self.common_power)
             self.loading = self.loading + slow * self.is_layer * (rise * score.common - self.loading)
+
+    def _accept_all(self, score: Score) -> None:
+        """accept() where every channel is good and old enough for constant weights, in place."""
+        self.steps += 1
+        rise, residual = score.rise, score.residual
+        self.level += rise * (1.0 / LEVEL_WINDOW)
+        self.spread += (abs(residual) - self.spread) * (1.0 / SPREAD_WINDOW)
+        pull = np.maximum(self.spread, LEAST_SPREAD) * (GAIN * SPREAD_WINDOW**-0.5)
+        self.low += pull * ((residual > self.low) - 0.5)
+        self.high += pull * ((residual > self.high) - 0.1)
+        np.maximum(self.record, rise, out=self.record)
+        if self.layers > 2:
+            self.common_power += (score.common * score.common - self.common_power) * (1.0 / SPREAD_WINDOW)
+            gain = self.is_layer * (1.0 / SPREAD_WINDOW)
+            self.loading += gain * (rise * score.common - self.loading)
+
+    @property
+    def _ripe(self) -> bool:
+        """Whether every channel has been accepted often enough for constant weights; numpy only."""
+        if not self._ripened and self.steps >= SPREAD_WINDOW:
+            self._ripened = bool(self.count.min() >= SPREAD_WINDOW)
+        return self._ripened
 
     def grown(self, like: Any, layers: int) -> Baseline:
         """The same with room for layers that joined: they follow the known layers and start unknown."""

@@ -108,15 +108,19 @@ class Spike:
             watched = self._settled(event, norms, loss)
             x, bad = self._channels(norms, total, loss, watched)
             score = watched.baseline.score(x)
-            spiking = self._spiking(watched, event, score) & _matters(x, watched.baseline)
+            spiking = self._spiking(watched, event, score)
+            good, mild, drop = score.good, False, bad
+            if not isinstance(spiking, np.ndarray) or spiking.any():  # on the host one may ask
+                spiking = spiking & _matters(x, watched.baseline)
+                # A spike of all layers together may be rare, legitimate data: see Spike's docstring.
+                mild = self._mild(event, watched, score)
+                drop = bad | (spiking.any() & ~mild)
+                good = good & ~spiking
             fired = bad | spiking.any()
-            # A spike of all layers together may be rare, legitimate data: see Spike's docstring.
-            mild = self._mild(event, watched, score)
-            drop = bad | (spiking.any() & ~mild)
-            watched.row = watched.row * spiking.any() + spiking.any()
+            watched.row = (watched.row + 1.0) * spiking.any()
             layers = len(norms)
             streams = _join(score.z[:layers].max(), score.z[layers], score.z[layers + 1])
-        pending = {"x": x, "score": score, "good": score.good & ~spiking, "streams": None, "loss": loss, "taken": True}
+        pending = {"x": x, "score": score, "good": good, "streams": None, "loss": loss, "taken": True}
         watched.pending = pending
         facts = Facts(event, watched.baseline, score, x, spiking, watched.thresholds, mild, pending)
         return Signal(
