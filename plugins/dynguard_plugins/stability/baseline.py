@@ -23,6 +23,7 @@ SPREAD_WINDOW = 400.0  # steps over which spread, loadings and quantiles follow
 GAIN = 1.5  # of the quantile tracker, in units of the mean absolute residual
 PAD = 0.15  # log units added to every scale: variations of a few per cent never matter
 COMMON = 0.25  # the common factor is this quantile over layers: a fault in most of them leaves it alone
+SPREADING = 0.25  # how much the scale grows with the size of the common rise
 LEAST_SPREAD = 0.02
 
 
@@ -127,7 +128,8 @@ class Baseline:
         else:
             common = rise[0] * 0.0
             residual = rise
-        z = (residual - self.high) / (abs(self.high - self.low) + PAD)
+        # Layers agree less on a batch that is far from the usual: the scale grows with the common rise.
+        z = (residual - self.high) / (abs(self.high - self.low) + PAD + self.is_layer * (SPREADING * abs(common)))
         if not sure:
             z = xp.where(good & (self.count >= self.warmup), z, z * 0.0 - 9.0)
         return Score(rise, residual, z, good, common)

@@ -13,6 +13,7 @@ from pydantic import Field
 from dynguard import Action, Finding, Section, Signal, Table, hookimpl, validated
 from dynguard.arrays import local
 from dynguard_plugins.stability.baseline import Baseline, Score, filled, namespace, score_from, score_state
+from dynguard_plugins.stability.drift import Drift
 from dynguard_plugins.stability.tail import Threshold
 from dynguard_plugins.stability.telling import Facts, tell
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("dynguard")
 
 STREAMS = ("layers", "global", "loss")
-SHARES = 4  # of the budget of false alarms: one for each stream, one in reserve
+SHARES = 2  # of the budget: a spike that matters (LEAST_RATIO) is rarer than a score that passes, so 2 do for 3 streams
 LEAST_Z = 1.0  # a threshold is never inside the usual range
-HEAVIEST = {"layers": 0.05, "global": 0.05, "loss": 0.25}  # tail index of each stream's scores at most
+HEAVIEST = {"layers": 0.05, "global": 0.25, "loss": 0.25}  # tail index of each stream's scores at most
 TOGETHER = 3.0  # a common rise by this much is the batch's doing, not one layer's
 MILD_RATIO = 50.0  # what a batch may do to all gradients and still be mild
 LEAST_SHARE = 1e-4  # of the usual global norm: a gradient below it is nobody's spike
@@ -46,6 +47,8 @@ class Watched:
             Threshold(rate=rate, first=math.inf, least=LEAST_Z, calibrate=calibrate, heaviest=HEAVIEST[stream])
             for stream in STREAMS
         )
+        self.drift = Drift(like, layers, 1.0 / rate)
+        self.drifting: Any = None
         self.loss_scale: Any = None
         self.row = like[0] * 0.0  # how many of the steps just before spiked
         self.rate_level: float | None = None
@@ -117,12 +120,14 @@ class Spike:
                 drop = bad | (spiking.any() & ~mild)
                 good = good & ~spiking
             fired = bad | spiking.any()
+            if watched.drifting is not None:
+                fired = fired | watched.drifting.any()
             watched.row = (watched.row + 1.0) * spiking.any()
             layers = len(norms)
             streams = _join(score.z[:layers].max(), score.z[layers], score.z[layers + 1])
         pending = {"x": x, "score": score, "good": good, "streams": None, "loss": loss, "taken": True}
         watched.pending = pending
-        facts = Facts(event, watched.baseline, score, x, spiking, watched.thresholds, mild, pending)
+        facts = Facts(event, watched.baseline, score, x, spiking, watched.thresholds, mild, pending, watched)
         return Signal(
             streams,
             fired,
@@ -167,16 +172,19 @@ class Spike:
         self._commit(event, watched)
         if watched.baseline.layers != size:
             watched.baseline = watched.baseline.grown(_channel_like(norms), size)
+            watched.drift = Drift(watched.baseline.level, size, watched.drift.bound / max(watched.drift.layers, 1))
+            watched.drifting = None
         return watched
 
     def _commit(self, event: GradientEvent, watched: Watched) -> None:
-        pending, watched.pending = watched.pending, None
+        pending, watched.pending, watched.drifting = watched.pending, None, None
         if pending is None or event.rejected is True:
             return
         good = pending["good"]
         if event.rejected is not False:  # decided on the device
             good = good & ~local(event.rejected)
         watched.baseline.accept(pending["x"], pending["score"], good)
+        watched.drifting = watched.drift.add(pending["x"], pending["score"], watched.baseline)
         value = pending.get("loss")
         if value is not None:
             _track_loss(watched, value)
@@ -207,7 +215,8 @@ class Spike:
                 _bounds(score.z, base.layers, [t.value for t in watched.thresholds]),
                 _bounds(score.z, base.layers, least),
             )
-        return (score.z > watched.bounds[0]) & (score.residual - slack > watched.bounds[1])
+        far = watched.bounds[1]
+        return (score.z > watched.bounds[0]) & (score.residual - slack > far) & (score.rise - slack > far)
 
     def _mild(self, event: GradientEvent, watched: Watched, score: Score) -> Any:
         """0-d bool: all layers rise together, not by far, for the first time in a row, under an adaptive optimizer."""
@@ -267,6 +276,7 @@ def _save(watched: Watched) -> dict[str, Any]:
         "rate_level": watched.rate_level,
         "told": watched.told,
         "row": float(watched.row),
+        "drift": watched.drift.state_dict(),
         "pending": pending
         and {
             "x": pending["x"].tolist(),
@@ -286,6 +296,8 @@ def _load(watched: Watched, saved: Mapping[str, Any], like: Any) -> None:
     watched.loss_scale = None if saved["loss_scale"] is None else filled(like, [saved["loss_scale"]])[0]
     watched.rate_level, watched.told = saved["rate_level"], saved["told"]
     watched.row = filled(like, [saved["row"]])[0]
+    if len(saved["drift"]["slow"]) == watched.drift.layers:
+        watched.drift.load_state_dict(saved["drift"])
     pending = saved["pending"]
     watched.pending = pending and {
         "x": filled(like, pending["x"]),

@@ -105,8 +105,12 @@ class Threshold:
         return low
 
     def _quantile(self, values: npt.NDArray[Any], rate: float) -> float:
-        """The smaller of both estimates: the first knows light tails, the second is not moved by faults among them."""
-        return min(pareto_quantile(values, rate, self.heaviest), censored_quantile(values, rate))
+        """For a light tail the smaller of both estimates: the second is not moved by faults that nobody noticed.
+
+        Where heavy tails are allowed (the whole batch's doing), rare large values are the data's own and count in full.
+        """
+        fitted = pareto_quantile(values, rate, self.heaviest)
+        return min(fitted, censored_quantile(values, rate)) if self.heaviest <= SHAPE_LIMITS[1] else fitted
 
     def state_dict(self) -> dict[str, Any]:
         """Scores and fit."""

@@ -13,6 +13,7 @@ from dynguard import Action, Evidence, Finding, Severity
 if TYPE_CHECKING:
     from dynguard.events import GradientEvent
     from dynguard_plugins.stability.baseline import Baseline, Score
+    from dynguard_plugins.stability.spike import Watched
     from dynguard_plugins.stability.tail import Threshold
 
 # torch's names of the weights that are applied once per time step: nn.RNN, LSTM, GRU and their cells.
@@ -32,6 +33,7 @@ class Facts:
     thresholds: Sequence[Threshold]
     mild: Any
     pending: dict[str, Any]
+    watched: Watched
 
     @property
     def loss(self) -> float | None:
@@ -56,6 +58,7 @@ def tell(facts: Facts, action: Action, nan_action: Action) -> Iterator[Finding]:
         yield nonfinite_loss(facts, nan_action)
     else:
         yield from spikes(facts, action)
+        yield from drifts(facts)
 
 
 def nonfinite_layers(facts: Facts) -> list[tuple[int, int, int]]:
@@ -153,14 +156,44 @@ def spikes(facts: Facts, action: Action) -> Iterator[Finding]:
     grown = rises[layers] > math.log(3.0)
     if bool(facts.mild) and action is Action.SKIP:
         action = Action.WARN
-    # A step that is taken as it is belongs to what this run is like: the thresholds learn from it.
-    facts.pending["taken"] = action in (Action.WARN, Action.PROCEED)
+    if hits or overflowed:
+        # A step that is taken as it is belongs to what this run is like: the thresholds learn from it.
+        facts.pending["taken"] = action in (Action.WARN, Action.PROCEED)
     gradient = _gradient_spike(facts, action, hit_layers, rises) if gradient_too else None
     if layers + 1 in hits:
         asked = gradient.action if gradient is not None else action
         yield _loss_spike(facts, asked if gradient_too or grown else Action.WARN, rises)
     if gradient is not None:
         yield gradient
+
+
+def drifts(facts: Facts) -> Iterator[Finding]:
+    """``grad_drift``: layers whose gradient grows steadily away from the others."""
+    watched = facts.watched
+    hits = [] if watched.drifting is None else [i for i, hit in enumerate(watched.drifting.tolist()) if hit]
+    if not hits:
+        return
+    drift, level = watched.drift, facts.baseline.level.tolist()
+    slow, evidence = drift.slow.tolist(), drift.evidence.tolist()
+    for i in hits:
+        yield Finding(
+            kind="grad_drift",
+            severity=Severity.WARNING,
+            step=facts.event.step,
+            subject=facts.event.names[i],
+            action=Action.WARN,
+            premise=f"the gradient norm of {facts.event.names[i]!r} has grown steadily to {_exp(level[i]):.4g}, "
+            f"x{_exp(level[i] - slow[i]):.3g} over its slow average, and away from the other layers",
+            implies="something in or before this layer grows: logits, a normalisation scale, an unbounded activation",
+            expected_effect="",
+            confidence=max(0.0, 1.0 - drift.bound / max(evidence[i], drift.bound) * 1e-4),
+            evidence=_evidence(
+                gradient_norm=facts.norms()[i], level=_exp(level[i]), slow_level=_exp(slow[i]),
+                evidence=evidence[i], bound=drift.bound,
+            ),
+        )  # fmt: skip
+    drift.reset(watched.drifting, facts.baseline)
+    watched.drifting = None
 
 
 def _loss_spike(facts: Facts, action: Action, rises: list[float]) -> Finding:
