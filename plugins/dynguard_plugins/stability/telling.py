@@ -173,7 +173,8 @@ def drifts(facts: Facts) -> Iterator[Finding]:
     hits = [] if watched.drifting is None else [i for i, hit in enumerate(watched.drifting.tolist()) if hit]
     if not hits:
         return
-    drift, level = watched.drift, facts.baseline.level.tolist()
+    drift = watched.drift
+    level = drift.fast.tolist()
     slow, evidence = drift.slow.tolist(), drift.evidence.tolist()
     for i in hits:
         yield Finding(
@@ -192,7 +193,7 @@ def drifts(facts: Facts) -> Iterator[Finding]:
                 evidence=evidence[i], bound=drift.bound,
             ),
         )  # fmt: skip
-    drift.reset(watched.drifting, facts.baseline)
+    drift.reset(watched.drifting)
     watched.drifting = None
 
 
