@@ -4,8 +4,8 @@
 
 - ``guard``: the guard's own work on a clean step (the optimizer's hooks, called on real gradients with fresh noise)
   over one ``clip_grad_norm_`` of the same gradients. ``floor`` is one bare read of them, ``get_total_norm``.
-- ``step``: whole training steps over plain ones: with ``clip_grad_norm_``, with dynguard's default plugins, and with
-  published releases of stabilityguard. ``background`` is the worker threads' processor time per guarded second.
+- ``step``: whole training steps over plain ones: with ``clip_grad_norm_``, with dynguard's default plugins, with the
+  ``clip`` plugin as well (also over the step with ``clip_grad_norm_``), and with published releases of stabilityguard. ``background`` is the worker threads' processor time per guarded second.
 - ``reads``: host reads per clean step beyond those of the optimizer itself, counted, not timed.
 - ``dispatch``: nanoseconds per event on a hot hook with 20 trivial plugins, beside pluggy's own call.
 - ``import``: seconds of ``import dynguard`` over those of starting Python.
@@ -65,8 +65,8 @@ class Trainer:
         self.flow: FlowManager | None = None
         self.clip = False
 
-    def guard(self, folder: Path) -> Trainer:
-        self.flow = FlowManager(self.model, self.optimizer, plugins="default", run_dir=folder)
+    def guard(self, folder: Path, plugins: Sequence[str] = ("default",), **settings: Any) -> Trainer:
+        self.flow = FlowManager(self.model, self.optimizer, plugins=list(plugins), run_dir=folder, **settings)
         return self
 
     def peer(self, version: str, folder: Path) -> Trainer:
@@ -158,6 +158,7 @@ def measure_step(workload: Workload, effort: Effort, folder: Path) -> list[Figur
         "dynguard": Trainer(workload, deepcopy(model)).guard(folder / "step"),
     }
     trainers["clip_grad_norm_"].clip = True
+    trainers["dynguard + clip"] = Trainer(workload, deepcopy(model)).guard(folder / "clip", plugins=["default", "clip"])
     for version in peers.VERSIONS if effort.peers else ():
         trainers[f"{peers.NAME} {version}"] = Trainer(workload, deepcopy(model)).peer(version, folder / version)
     for trainer in trainers.values():
@@ -174,12 +175,16 @@ def measure_step(workload: Workload, effort: Effort, folder: Path) -> list[Figur
     for trainer in trainers.values():
         trainer.close()
     milliseconds = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+    clipped = ratios(seconds, "dynguard + clip", "clip_grad_norm_")
     return [
+        Figure.of("step", workload.name, "dynguard + clip", "x step with clip_grad_norm_", clipped),
+        *[
         Figure.of(
             "step", workload.name, name, "x plain step", ratios(seconds, name, "plain"),
             ms=milliseconds[name], **(notes if name == "dynguard" else {}),
         )
         for name in trainers
+        ],
     ]  # fmt: skip
 
 
