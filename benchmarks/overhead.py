@@ -5,7 +5,8 @@
 - ``guard``: the guard's own work on a clean step (the optimizer's hooks, called on real gradients with fresh noise)
   over one ``clip_grad_norm_`` of the same gradients. ``floor`` is one bare read of them, ``get_total_norm``.
 - ``step``: whole training steps over plain ones: with ``clip_grad_norm_``, with dynguard's default plugins, with the
-  ``clip`` plugin as well (also over the step with ``clip_grad_norm_``), and with published releases of stabilityguard. ``background`` is the worker threads' processor time per guarded second.
+  ``clip`` plugin as well (also over the step with ``clip_grad_norm_``), and with published releases of stabilityguard.
+  ``background`` is the worker threads' processor time per guarded second.
 - ``reads``: host reads per clean step beyond those of the optimizer itself, counted, not timed.
 - ``dispatch``: nanoseconds per event on a hot hook with 20 trivial plugins, beside pluggy's own call.
 - ``import``: seconds of ``import dynguard`` over those of starting Python.

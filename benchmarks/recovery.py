@@ -97,14 +97,16 @@ def layers(console: Console, count: int = 10_000) -> None:
     event = gradient_event(norms={str(i): torch.tensor(1.0) for i in range(count)})
     for step in range(600):
         event.step = step
-        torch.as_tensor(event.statistics.norms).copy_(torch.rand(count) + 0.5)  # in place, whichever kind it is
+        torch.as_tensor(event.statistics.norms).copy_(torch.rand(count) + 0.5)  # in place
         start = time.perf_counter()
         signal = spike.on_gradients(event)
         if signal.learn is not None:
             signal.learn([float(v) for v in signal.score])
         times.append(time.perf_counter() - start)
     last = times[-100:]
-    console.print(f"layers: {count} layers: {1e3 * statistics.median(last):.2f} ms a step, at most {1e3 * max(last):.2f}")
+    console.print(
+        f"layers: {count} layers: {1e3 * statistics.median(last):.2f} ms a step, at most {1e3 * max(last):.2f}"
+    )
 
 
 def main() -> None:

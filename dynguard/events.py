@@ -101,6 +101,8 @@ class GradientEvent:
             gradient hardly changes the size of the step.
         scale: factor by which the gradients are still multiplied (a fused optimizer under GradScaler), 0-d or None;
             the statistics are already unscaled.
+        overflow: a GradScaler's own flag for this step where a fused optimizer carries it out, non-zero if it drops the
+            step; 0-d on the device, or None.
     """
 
     step: int
@@ -117,6 +119,7 @@ class GradientEvent:
     tables: frozenset[int] = frozenset()
     adaptive: bool = False
     scale: Any = None
+    overflow: Any = None
 
     @property
     def norms(self) -> Any:

@@ -36,13 +36,6 @@ log = logging.getLogger("dynguard")
 class FlowManager:
     """Watches the training of a model.
 
-    >>> flow = FlowManager(model, optimizer)                       # doctest: +SKIP
-    >>> for batch in loader:                                       # doctest: +SKIP
-    ...     loss = loss_fn(model(batch.x), batch.y)
-    ...     flow.observe(loss=loss, batch=batch)                   # optional
-    ...     loss.backward(); optimizer.step(); optimizer.zero_grad()
-    >>> flow.close()                                               # doctest: +SKIP
-
     Args:
         model: the module that is trained, or a list or dict of several; None where only trees are trained.
         optimizer: its optimizer, or a list or dict (name -> optimizer) of several.
@@ -126,7 +119,6 @@ class FlowManager:
         Raises:
             ClosedError: after ``close()``.
             TypeError: the loss is neither a number nor a tensor.
-            TrainingStopped: a scaler that is tracked has collapsed, and the policy says RAISE.
         """
         if self._closed:
             raise ClosedError("this FlowManager is closed: call observe() before close(), or make a new FlowManager")
@@ -138,9 +130,9 @@ class FlowManager:
             loss = observed(loss)
         judge = self._judge
         judge.observed.renew()
-        judge.observe(LossEvent(judge.steps, len(judge.observed.losses), loss, batch, metrics or {}))
-        if self._watch is not None:
-            judge.check_scaler(self._watch)
+        judge.observe(
+            LossEvent(judge.steps, len(judge.observed.losses), loss, batch, {} if metrics is None else metrics)
+        )
         self._own_seconds += time.perf_counter() - started
 
     def track(self, *, scaler: Any = None, ema: Any = None, scheduler: Any = None) -> None:
@@ -296,6 +288,16 @@ class FlowManager:
             self._own_failure("looking at a step", error)
         finally:
             self._own_seconds += time.perf_counter() - started
+
+    def dropped_step(self, source: Source, scaler: Any) -> None:
+        """A GradScaler kept a step from its optimizer; see Judge.dropped."""
+        try:
+            self._start()
+            self._judge.dropped(source, scaler)
+        except TrainingStopped:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            self._own_failure("looking at a dropped step", error)
 
     # -- inside
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dynguard import selfreport
 from dynguard.actions import Action, Arbiter, Intervention, Verdict
 from dynguard.bus import FAILURES, Bus
 from dynguard.errors import GradientSpikeError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dynguard")
 
+OVERFLOW = "found_inf"  # what a GradScaler tells a fused optimizer; recorded as a metric of the step
 KEPT = 10_000  # findings and interventions kept in memory; sinks get all
 
 
@@ -94,7 +96,7 @@ class Judge:
 
         watch = self.watch
         assert watch is not None
-        watch.quiet = 0
+        watch.dropped.pop(source.name, None)
         observed = self.observed
         if loss is not None and (observed.used or not observed.losses):
             observed.renew()
@@ -108,7 +110,7 @@ class Judge:
         if source.changed:
             source.changed = False
             self.put(Names(vector="gradient_norm", names=source.names, source=source.name), False)
-        if source.deferred:
+        if source.defers_now:
             for late in deferred.exchange(source, answers, event, self._nonsense, watch):
                 self.conclude_late(source, late)
         else:
@@ -118,6 +120,10 @@ class Judge:
 
     def _decide(self, source: Source, event: GradientEvent, reading: Reading) -> None:
         self._record(source, event.step, reading)
+        if reading.values.get(OVERFLOW) == 1.0:  # a GradScaler's own skip, carried out by a fused optimizer
+            source.rejected = True
+            self._look_at_dropped(source, event)
+            return
         if not reading.fired and not reading.fired_elsewhere:
             self.arbiter(source.name).clean()
             source.rejected = False
@@ -149,16 +155,17 @@ class Judge:
     def conclude_late(self, source: Source, late: Any) -> None:
         """A step judged on the device whose numbers have now arrived: say what happened, and do what is left to do."""
         self._record(source, late.event.step, late.reading)
-        if not late.reading.fired:
+        if not late.reading.fired or late.reading.values.get(OVERFLOW) == 1.0:
             self.arbiter(source.name).clean()
             return
         found, verdict = self._weigh(source, late.event, late.reading)
         self.report(found)
-        if late.dropped and verdict.action < Action.SKIP:
-            verdict = verdict.model_copy(update={"action": Action.SKIP})
+        accepted = verdict.action is Action.PROCEED and bool(verdict.reason)
+        if late.dropped and verdict.action < Action.SKIP and not accepted:
+            verdict = verdict.model_copy(update={"action": Action.SKIP})  # a clip came too late
         if verdict.action in (Action.ROLLBACK, Action.RAISE):
             self._act(source, verdict, found)
-        elif verdict.action is Action.SKIP:
+        elif verdict.action is Action.SKIP or accepted:
             self._note(source, verdict, late.event.step)
 
     # -- after the update
@@ -187,16 +194,41 @@ class Judge:
             if verdict.action in (Action.ROLLBACK, Action.RAISE):
                 self._act(source, verdict, found)
 
-    def check_scaler(self, watch: Watch) -> None:
-        """A GradScaler that drops every step never lets an optimizer step: seen from the losses alone."""
-        found = watch.scaler_collapse(self.steps)
-        if found is not None:
-            verdict = self.arbiter(found.source).decide([found])
-            self.report([found])
-            if verdict.action is Action.RAISE:
-                self._note(None, verdict, found.step)
-                if verdict.carried_out:
-                    raise self.stop(verdict, found.step)
+    def dropped(self, source: Source, scaler: Any) -> None:
+        """A GradScaler has dropped a step: undo what its forward poisoned, and stop where it drops every one."""
+        assert self.watch is not None
+        observed, self.observed.used = self.observed, True
+        self._look_at_dropped(source, source.gradient_event(observed.losses, observed.batches))
+        collapse = self.watch.scaler_collapse(source, scaler)
+        if collapse is not None:
+            verdict = self.arbiter(source.name).decide([collapse])
+            self.report([collapse])
+            self._note(source, verdict, source.step)
+            if verdict.carried_out and verdict.action is Action.RAISE:
+                raise self.stop(verdict, source.step)
+        source.step += 1
+        self.steps = max(self.steps, source.step)
+
+    def _look_at_dropped(self, source: Source, event: GradientEvent) -> None:
+        """What a step that a GradScaler dropped has left behind: a loss that is no overflow, poisoned buffers."""
+        keeper = self.watch.keeper if self.watch is not None else None
+        found = selfreport.dropped_loss([float(v) for v in event.losses], event.step, source.name)
+        if keeper is not None:
+            found = keeper.examine(source, event, found) or keeper.poisoned_buffers(source)
+        if not found:
+            return
+        self.report(found)
+        top = max(found, key=lambda f: (f.action.rank, bool(f.subject)))
+        carried_out = self.policy.mode == "guard"
+        if carried_out and keeper is not None:
+            keeper.undo()
+        verdict = Verdict(action=top.action, subject=top.subject, detector=top.detector, reason=top.kind,
+                          carried_out=carried_out)  # fmt: skip
+        if verdict.action is Action.ROLLBACK:
+            self._act(source, self.arbiter(source.name).decide(found, can_roll_back=keeper is not None
+                      and keeper.can_roll_back), found)  # fmt: skip
+        else:
+            self._note(source, verdict, event.step)
 
     def diagnose(self, step: int, source: str = "") -> list[Finding]:
         """Ask every detector for slow faults, and report them."""
@@ -272,6 +304,8 @@ class Judge:
                 )
             else:
                 keeper.undo()
+        elif keeper is not None and action is Action.RAISE:
+            keeper.undo()
         intervention = self._note(source, verdict, source.step)
         if intervention is None or not verdict.carried_out:
             return

@@ -6,7 +6,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Concatenate, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
@@ -93,6 +94,8 @@ def _show(value: Any) -> str:
 
 
 def _type_name(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(_type_name(part) for part in get_args(hint))
     if hint is inspect.Parameter.empty:
         return "any"
     base = get_args(hint)[0] if hasattr(hint, "__metadata__") else hint  # Annotated[float, Field(gt=0)] -> float

@@ -318,6 +318,8 @@ def _parse(path: Path, *, must: bool) -> Config:
     if not isinstance(options, dict) or not all(isinstance(v, dict) for v in options.values()):
         raise PluginError(f"configuration {path}: write the options of a plugin as a table, e.g. [plugin.spike]")
     plugins = data.get("plugins", ["default", *options] if options else None)
+    if isinstance(plugins, dict):
+        raise PluginError(f"configuration {path}: options of a plugin go in [plugin.NAME], not [plugins.NAME]")
     if plugins is not None and not (isinstance(plugins, list) and all(isinstance(p, str) for p in plugins)):
         raise PluginError(f'configuration {path}: plugins is a list of names, e.g. plugins = ["default", "json"]')
     return Config(plugins=plugins, options=options, flow=data.get("flow", {}), path=path)

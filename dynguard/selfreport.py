@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+from dynguard.actions import Action
 from dynguard.findings import Evidence, Finding, Severity
 
 
@@ -31,3 +35,26 @@ def sink_dropped(sink: str, count: int, step: int) -> Finding:
         implies="what this sink shows is incomplete; training was not held up",
         evidence=(Evidence(name="dropped_records", value=count),),
     )
+
+
+def dropped_loss(losses: Sequence[float], step: int, source: str) -> list[Finding]:
+    """A GradScaler dropped a step whose observed loss is non-finite: no overflow of the scale, a fault of the batch."""
+    bad = [value for value in losses if not math.isfinite(value)]
+    if not bad:
+        return []
+    nan = any(math.isnan(value) for value in bad)
+    return [
+        Finding(
+            kind="nan_loss" if nan else "inf_loss",
+            severity=Severity.ERROR,
+            step=step,
+            source=source,
+            action=Action.SKIP,
+            detector="dynguard",
+            premise=f"the loss is {bad[0]}, and the GradScaler has dropped the step",
+            implies="this is no overflow of scaled gradients: the unscaled loss is not finite",
+            expected_effect="weights stay as they were, and what the forward wrote into buffers is undone",
+            confidence=1.0,
+            evidence=(Evidence(name="loss", value=bad[0]), Evidence(name="micro_batches", value=len(losses))),
+        )
+    ]

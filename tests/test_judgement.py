@@ -381,13 +381,62 @@ def test_a_gradscaler_that_probes_its_scale_is_no_fault(watch: Watch) -> None:
     assert flow.interventions == []
 
 
+def test_a_nan_batch_under_a_gradscaler_is_told_and_its_buffers_are_restored(watch: Watch) -> None:
+    """The scaler never calls optimizer.step() then; BatchNorm has been written all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    flow = watch(model, optimizer)
+    for step in range(60):
+        x = torch.randn(32, 8)
+        if step in (30, 59):
+            x[0, 3] = math.nan
+        loss = (model(x) - 1).square().mean()
+        flow.observe(loss=loss, batch=x)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert finite(model)
+    assert [(i.step, i.action) for i in flow.interventions] == [(30, Action.SKIP), (59, Action.SKIP)]
+    assert {f.kind for f in flow.findings} == {"nan_loss", "nan_input", "nan_buffer"}
+    step_of = torch.amp.GradScaler.step
+    flow.close()
+    assert torch.amp.GradScaler.step is not step_of  # the class has its own method back
+    assert not hasattr(torch.amp.GradScaler.step, "__wrapped__")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scale_that_must_fall_first_is_waited_for(watch: Watch, fused: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    flow = watch(model, optimizer, plugins=["spike", "health"])
+    flow.track(scaler=scaler)
+    for _ in range(100):
+        x = torch.randn(64, 16)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.mse_loss(model(x).float(), x[:, :1]) * 300
+        flow.observe(loss=loss)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() < 2**12
+    assert loud(flow) == []
+    assert flow.interventions == []
+
+
 def test_a_collapsing_scaler_stops_the_run(watch: Watch) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     flow = watch(model, optimizer)
     flow.track(scaler=scaler)
-    with pytest.raises(GradientSpikeError, match="scaler_collapse"):
+
+    def train_on() -> None:
         for _ in range(100):
             optimizer.zero_grad()
             loss = (model(torch.randn(8, 4)) * math.inf).sum()
@@ -395,6 +444,9 @@ def test_a_collapsing_scaler_stops_the_run(watch: Watch) -> None:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+
+    with pytest.raises(GradientSpikeError, match="scaler_collapse"):
+        train_on()
     assert flow.findings[-1].kind == "scaler_collapse"
 
 

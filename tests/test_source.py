@@ -343,6 +343,52 @@ def test_a_skip_leaves_weights_and_optimizer_state_bit_for_bit(watch: Watch, mak
     assert [i.step for i in probe.interventions] == [2]
 
 
+class Careless(torch.optim.Optimizer):
+    """An optimizer of somebody's own that does not look whether a gradient is there."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p.add_(state["mean"], alpha=-0.1)
+
+
+def test_an_optimizer_that_expects_every_gradient_is_skipped_by_undoing_its_step(watch: Watch, make_probe: Any) -> None:
+    model = mlp()
+    optimizer = Careless(model.parameters())
+    watch(model, optimizer, plugins=[make_probe(fire_at={0: Action.SKIP, 3: Action.SKIP})])
+    for step in range(6):
+        backward(model)
+        before = snapshot(model, optimizer)
+        counts = [s["count"] for s in optimizer.state.values()]
+        optimizer.step()
+        assert same(before, snapshot(model, optimizer)) == (step in (0, 3))
+        assert (counts == [s["count"] for s in optimizer.state.values()]) == (step in (0, 3))
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("at", [20, 120, 200])
+def test_a_guard_goes_on_when_parameters_join_late(watch: Watch, at: int) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-3)
+    flow = watch(model, optimizer, plugins=["spike", "health"])
+    for step in range(300):
+        if step == at:
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        optimizer.zero_grad()
+        backward(model)
+        if step == 290:
+            model[0].weight.grad[0, 0] = math.nan
+        optimizer.step()
+    assert [(i.step, i.subject) for i in flow.interventions if i.action is Action.SKIP] == [(290, "0.weight")]
+
+
 def test_clip_scales_to_the_limit_and_steps(watch: Watch, make_probe: Any) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -15,7 +15,7 @@ from dynguard.findings import Evidence, Finding, Severity
 from dynguard.settings import Settings
 from dynguard.signals import Signal
 from dynguard.torch.attribution import attribute, forward_order
-from dynguard.torch.buffers import Buffers
+from dynguard.torch.buffers import Buffers, named_buffers
 from dynguard.torch.recovery import nonfinite_state
 from dynguard.torch.snapshots import Snapshots
 
@@ -86,7 +86,14 @@ class Keeper:
             if self.snapshots is not None:
                 self.snapshots.confirm(values[0] == 1.0)
 
-        return [(NAME, Signal(finite.float(), ~finite, lambda: self._poisoned(source), Action.ROLLBACK, learn=learn))]
+        return [
+            (
+                NAME,
+                Signal(
+                    finite.float(), ~finite, lambda: self._unsound(source), Action.ROLLBACK, drop=False, learn=learn
+                ),
+            )
+        ]
 
     def after_step(self, steps: int) -> None:
         """The step is over: what the buffers hold now is good, and a snapshot may be due."""
@@ -122,13 +129,14 @@ class Keeper:
         poisoned = list(self._poisoned(source))
         if poisoned:
             return [*poisoned, *found]
-        more = list(self._poisoned_buffers(source, event))
+        buffers = self.poisoned_buffers(source)
+        more: list[Finding] = []
         if self._left > 0:
             self._left -= 1
             batches = event.batches
             more += attribute(self.models, self.loss_fn, self.given, batches, step=event.step, source=event.source)
             found = [self._in_forward_order(f, event) for f in found]
-        return [*more, *found]
+        return [*more, *found, *buffers]
 
     def _in_forward_order(self, finding: Finding, event: GradientEvent) -> Finding:
         """A non-finite gradient named by the layer that ran first, which need not be the one registered first."""
@@ -138,6 +146,28 @@ class Keeper:
         order = forward_order(self.models, self.loss_fn, self.given, event.batches[-1])
         first = next((name for name in order if name in bad), None)
         return finding if first is None else finding.model_copy(update={"subject": first})
+
+    def _unsound(self, source: Source) -> Iterator[Finding]:
+        """What made a snapshot unfit: weights and state, or else buffers that were poisoned between steps."""
+        found = list(self._poisoned(source))
+        yield from found
+        if found:
+            return
+        for name, module, place in named_buffers(self.models):
+            buffer = module._buffers[place]
+            if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any()):
+                yield Finding(
+                    kind="nan_buffer",
+                    severity=Severity.ERROR,
+                    step=source.step,
+                    source=source.name,
+                    subject=name,
+                    detector=NAME,
+                    premise=f"the buffer {name!r} holds NaN, written between steps",
+                    implies="evaluation returns NaN, and no snapshot can be taken while it does",
+                    expected_effect="",
+                    confidence=1.0,
+                )
 
     def _poisoned(self, source: Source) -> Iterator[Finding]:
         bad = nonfinite_state(self.models, source.optimizer)
@@ -161,12 +191,16 @@ class Keeper:
             ),
         )
 
-    def _poisoned_buffers(self, source: Source, event: GradientEvent) -> Iterator[Finding]:
+    def poisoned_buffers(self, source: Source) -> list[Finding]:
+        """``nan_buffer`` for every buffer that the step's forward has made non-finite. Reads the host."""
+        return list(self._poisoned_buffers(source))
+
+    def _poisoned_buffers(self, source: Source) -> Iterator[Finding]:
         for name in self.buffers.nonfinite():
             yield Finding(
                 kind="nan_buffer",
                 severity=Severity.ERROR,
-                step=event.step,
+                step=source.step,
                 source=source.name,
                 subject=name,
                 action=Action.SKIP,

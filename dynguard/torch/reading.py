@@ -177,6 +177,8 @@ def pack(answers: Sequence[tuple[str, Any]], event: GradientEvent, failed: Faile
         wanted["loss"] = event.loss
     if len(event.learning_rates):
         wanted["lr"] = event.learning_rates[0]
+    if event.overflow is not None:
+        wanted["found_inf"] = event.overflow
     scalars = {key: _place(value, pack, key) for key, value in wanted.items()}
     return Packed(pack, norms, scalars, _place_all(answers, pack, failed))
 

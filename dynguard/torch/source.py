@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,9 @@ class Listener(Protocol):
 
     def after_step(self, source: Source) -> None:
         """The update has run, or was skipped."""
+
+    def dropped_step(self, source: Source, scaler: Any) -> None:
+        """A GradScaler has kept the update from the optimizer."""
 
 
 class PerGroup(Sequence[float]):
@@ -89,6 +93,7 @@ class Source:
         self.rejected: Any = False
         self.changed = True  # names have changed since they were last told
         self.skipped = False
+        self.judged = 0  # steps that the optimizer was really asked for
         self.tables: frozenset[int] = frozenset()
         self._table_names = tables
         self._known = dict(known)
@@ -100,6 +105,7 @@ class Source:
         self._plain = False
         self.deferred = False
         self.sent: deque[Any] = deque()
+        self._undo: Undo | None = None
         self._mine_found_inf: tuple[Any, Any] | None = None
         self._handles: list[Any] = []
         self.optimizer = innermost(optimizer)
@@ -189,6 +195,7 @@ class Source:
             tables=self.tables,
             adaptive=self.adaptive,
             scale=scale,
+            overflow=getattr(self.optimizer, "found_inf", None),
         )
 
     def parameter_event(self) -> ParameterEvent:
@@ -210,6 +217,9 @@ class Source:
         The gradients come back after the step, as code that logs or zeroes them expects them to be there.
         """
         self.skipped = True
+        if not type(self.optimizer).__module__.startswith("torch."):
+            self._undo = Undo(self.optimizer)  # it may not know that a gradient can be missing
+            return
         for parameter in self._all_parameters():
             if parameter.grad is not None:
                 self._stash.append((parameter, parameter.grad))
@@ -221,6 +231,17 @@ class Source:
         return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
             group.get("fused") for group in optimizer.param_groups
         )
+
+    @property
+    def defers_now(self) -> bool:
+        """Whether this very step can be dropped on the device: not one that makes the optimizer's state.
+
+        torch's fused SGD makes a momentum buffer without filling it, and a dropped step leaves it so.
+        """
+        if not self.deferred:
+            return False
+        stateless = all(not group.get("momentum", 1) for group in self.optimizer.param_groups)
+        return stateless or len(self.optimizer.state) >= sum(p.grad is not None for p in self.parameters)
 
     def drop_on_device(self, drop: Tensor) -> None:
         """Let the device decide about this update: (1,) float, non-zero drops it. Joins a GradScaler's own flag."""
@@ -248,7 +269,10 @@ class Source:
         self._mine_found_inf = None
 
     def restore(self) -> None:
-        """Put back the gradients that skip() took."""
+        """Put back the gradients that skip() took, or what an optimizer of unknown habits has done since."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
         for parameter, gradient in self._stash:
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -297,6 +321,7 @@ class Source:
 
     def _judge(self, loss: Any) -> None:
         self.skipped = False
+        self.judged += 1
         with torch.no_grad():
             self._listener.before_step(self, loss)
 
@@ -306,6 +331,28 @@ class Source:
         with torch.no_grad():
             self._listener.after_step(self)
         self.step += 1
+
+
+class Undo:
+    """The weights and state of an optimizer as they were, to be put back after its step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        with torch.no_grad():
+            self._weights = [(p, p.clone()) for group in optimizer.param_groups for p in group["params"]]
+            self._state = {p: {k: _copied(v) for k, v in state.items()} for p, state in optimizer.state.items()}
+
+    def __call__(self) -> None:
+        """Put them back, in place."""
+        with torch.no_grad():
+            for parameter, values in self._weights:
+                parameter.copy_(values)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def mean(losses: Sequence[Any]) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,12 +16,14 @@ from dynguard.settings import Settings
 from dynguard.torch.distributed import Ranks, find_ranks
 from dynguard.torch.keeper import Keeper
 from dynguard.torch.names import clean, modules_by_key
+from dynguard.torch.scaling import listen
 from dynguard.torch.setup import Successors, check_models, embedding_tables, make_sources, rank_and_world
 from dynguard.torch.source import Listener, Source, innermost
 
 log = logging.getLogger("dynguard")
 
-QUIET = 8  # losses without a step after which a tracked scaler is looked at
+PATIENCE = 16  # steps that a GradScaler may drop in a row
+COLLAPSED = 2.0**-9  # a scale at which float16 has nothing left to gain
 
 
 class Watch:
@@ -37,13 +39,14 @@ class Watch:
         self.keeper: Keeper | None = None
         self.ranks: Ranks | None = None
         self.tracked: dict[str, Any] = {}
-        self.quiet = 0  # losses observed since an optimizer stepped
-        self._scales: list[float] = []
+        self.dropped: dict[str, list[float]] = {}  # scales at the steps that a GradScaler dropped in a row, by source
         self._wanted_ranks = ranks
         self._given: list[Any] = []
         self._models: dict[str, nn.Module] = {}
         self._successors: Successors | None = None
         self.rank, self.world_size = rank_and_world()
+        self._judged: dict[str, int] = {}
+        self._stop_listening = listen(self._scaler_stepped)
 
     def watch(self, model: Any, optimizer: Any) -> None:
         """Watch a model's optimizers from the start; SetupError where there is nothing to watch."""
@@ -98,37 +101,30 @@ class Watch:
         if self.keeper is not None:
             self.keeper.track(name, thing)
 
-    def scaler_collapse(self, step: int) -> Finding | None:
-        """``scaler_collapse``: a tracked GradScaler has dropped step after step while halving its scale.
+    def scaler_collapse(self, source: Source, scaler: Any) -> Finding | None:
+        """``scaler_collapse``: a GradScaler has dropped step after step while halving its scale.
 
-        Called once per observed loss; it looks at the scale (a host read) only when no optimizer has stepped for long.
+        Called when it has dropped one. A scale may have to fall far before it fits, so only one below COLLAPSED counts.
         """
-        self.quiet += 1
-        scaler = self.tracked.get("scaler")
-        if scaler is None or self.quiet < QUIET or self.quiet % QUIET:
-            if self.quiet <= 1:
-                self._scales.clear()
-            return None
-        self._scales.append(float(scaler.get_scale()))
-        falling = all(b < a for a, b in pairwise(self._scales))
-        if len(self._scales) < 2 or not falling or self._scales[-1] > self._scales[0] / 2**4:
+        row = self.dropped.setdefault(source.name, [])
+        row.append(float(scaler.get_scale()))  # the scaler has just waited for the device itself
+        if len(row) < PATIENCE or row[-1] > COLLAPSED or len(row) % PATIENCE > 1:
             return None
         return Finding(
             kind="scaler_collapse",
             severity=Severity.CRITICAL,
-            step=step,
+            step=source.step,
             subject="scaler",
             action=Action.RAISE,
             detector="dynguard",
-            source=self.sources[0].name if self.sources else "",
-            premise=f"the GradScaler has dropped about {self.quiet} steps in a row and its scale fell to "
-            f"{self._scales[-1]:g}",
+            source=source.name,
+            premise=f"the GradScaler has dropped {len(row)} steps in a row and its scale fell to {row[-1]:g}",
             implies="the gradients are non-finite whatever the scale: no step will ever be taken again",
             expected_effect="the run stops instead of spending its budget without one update",
             confidence=1.0,
             evidence=(
-                Evidence(name="losses_without_a_step", value=self.quiet),
-                Evidence(name="scale", value=self._scales[-1]),
+                Evidence(name="dropped_steps", value=len(row)),
+                Evidence(name="scale", value=row[-1]),
             ),
         )
 
@@ -136,8 +132,20 @@ class Watch:
         """The optimizers that are watched now."""
         return [source.optimizer for source in self.sources]
 
+    def _scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
+        """A GradScaler was asked for a step; if none came, it dropped it."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        for source in self.sources:
+            if source.optimizer is not inner and source.optimizer is not optimizer:
+                continue
+            if self._judged.get(source.name, 0) == source.judged:
+                with torch.no_grad():
+                    self.listener.dropped_step(source, scaler)
+            self._judged[source.name] = source.judged
+
     def detach(self) -> None:
         """Take all hooks off."""
+        self._stop_listening()
         for source in self.sources:
             source.detach()
         if self._successors is not None:

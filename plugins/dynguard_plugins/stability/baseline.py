@@ -191,6 +191,8 @@ class Baseline:
             into[: self.layers] = have[: self.layers]
             into[layers:] = have[self.layers :]
         fresh.common_power, fresh.steps = self.common_power, self.steps
+        fresh.count[layers] = 0.0  # the global norm has other members now: its level starts afresh
+        fresh.count[layers + 1 :] = self.count[self.layers + 1 :]
         return fresh
 
     def move_to(self, x: Any) -> None:

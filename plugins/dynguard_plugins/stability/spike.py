@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("dynguard")
 
 STREAMS = ("layers", "global", "loss")
-SHARES = 2  # of the budget: a spike that matters (LEAST_RATIO) is rarer than a score that passes, so 2 do for 3 streams
-LEAST_Z = 1.0  # a threshold is never inside the usual range
+SHARES = 4  # of the budget of false alarms: one for each stream, one in reserve
+LEAST_Z = 1.5  # a threshold is never inside the usual range
 HEAVIEST = {"layers": 0.05, "global": 0.25, "loss": 0.25}  # tail index of each stream's scores at most
 TOGETHER = 3.0  # a common rise by this much is the batch's doing, not one layer's
+SAME = 1e-4  # log units within which a step is the one before
+HIDDEN_RATIO = 20.0  # a layer this far above the others spikes even where a user's global clip keeps its norm down
 MILD_RATIO = 50.0  # what a batch may do to all gradients and still be mild
 LEAST_SHARE = 1e-4  # of the usual global norm: a gradient below it is nobody's spike
+GLOBAL_RATIO = 5.0  # a rise of all gradients together below this is nobody's spike
 LOSS_RATIO = 5.0  # a loss below so many times its usual size is nobody's spike
 LEAST_RATIO = 3.0  # a rise below this is nobody's spike, however unusual
 YOUNG_RATIO = 6.0  # before the thresholds are fitted: this far above the level ...
@@ -50,6 +53,7 @@ class Watched:
         self.drift = Drift(like, layers, 1.0 / rate)
         self.drifting: Any = None
         self.loss_scale: Any = None
+        self.rejected: Any = None  # channels of the last step that fired
         self.row = like[0] * 0.0  # how many of the steps just before spiked
         self.rate_level: float | None = None
         self.pending: dict[str, Any] | None = None
@@ -73,7 +77,7 @@ class Spike:
     A spike of all layers together that is mild (below x50), stands alone and meets an optimizer that divides by a
     second moment is warned about and let through: such batches are often rare, legitimate data, which would never be
     learnt if they were skipped for ever, and the step that Adam makes of them is bounded. The second in a row, a larger
-    one, or one that only some layers show, is acted upon.
+    one, or one that only some layers show, is acted upon (below x10 by a clip to the usual size rather than a skip).
 
     Args:
         action: what to do about a finite spike. A network with recurrent weights is clipped rather than skipped when
@@ -116,9 +120,10 @@ class Spike:
             if not isinstance(spiking, np.ndarray) or spiking.any():  # on the host one may ask
                 spiking = spiking & _matters(x, watched.baseline)
                 # A spike of all layers together may be rare, legitimate data: see Spike's docstring.
-                mild = self._mild(event, watched, score)
+                mild = self._mild(event, watched, score, x)
                 drop = bad | (spiking.any() & ~mild)
                 good = good & ~spiking
+                watched.rejected = x
             fired = bad | spiking.any()
             if watched.drifting is not None:
                 fired = fired | watched.drifting.any()
@@ -173,7 +178,7 @@ class Spike:
         if watched.baseline.layers != size:
             watched.baseline = watched.baseline.grown(_channel_like(norms), size)
             watched.drift = Drift(watched.baseline.level, size, watched.drift.bound / max(watched.drift.layers, 1))
-            watched.drifting = None
+            watched.drifting = watched.bounds = watched.rejected = None
         return watched
 
     def _commit(self, event: GradientEvent, watched: Watched) -> None:
@@ -210,20 +215,31 @@ class Spike:
             over = score.rise > base.record + math.log(YOUNG_RECORD)
             return known & score.good & over & (score.rise > far) & (score.residual > far)
         if watched.bounds is None:
-            least = [math.log(LEAST_RATIO), math.log(LEAST_RATIO), math.log(LOSS_RATIO)]
+            least = [math.log(LEAST_RATIO), math.log(GLOBAL_RATIO), math.log(LOSS_RATIO)]
             watched.bounds = (
                 _bounds(score.z, base.layers, [t.value for t in watched.thresholds]),
                 _bounds(score.z, base.layers, least),
             )
         far = watched.bounds[1]
-        return (score.z > watched.bounds[0]) & (score.residual - slack > far) & (score.rise - slack > far)
+        high = (score.z > watched.bounds[0]) & (score.residual - slack > far)
+        clipped = (score.common < -math.log(TOGETHER)) & (score.residual > math.log(HIDDEN_RATIO))
+        return high & ((score.rise - slack > far) | clipped)
 
-    def _mild(self, event: GradientEvent, watched: Watched, score: Score) -> Any:
-        """0-d bool: all layers rise together, not by far, for the first time in a row, under an adaptive optimizer."""
+    def _mild(self, event: GradientEvent, watched: Watched, score: Score, x: Any) -> Any:
+        """0-d bool: a spike that is let through with a warning.
+
+        Either the very step that was just held back, to the digit: then it is not the batch, and holding it back again
+        would change nothing. Or all layers rise together, not by far, for the first time in a row, under an adaptive
+        optimizer.
+        """
+        again = watched.row < -1.0
+        if watched.rejected is not None:
+            away = namespace(x).where(score.good, abs(x - watched.rejected), x * 0.0)
+            again = (away.max() < SAME) & (watched.row > 0.0)
         if not event.adaptive:
-            return watched.row < -1.0
+            return again
         together = (score.common > math.log(TOGETHER)) & (score.common < math.log(MILD_RATIO))
-        return together & (watched.row == 0.0)
+        return again | (together & (watched.row == 0.0))
 
     def _explain(self, facts: Facts) -> Iterator[Finding]:
         yield from tell(facts, self.action, self.nan_action)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # torch's names of the weights that are applied once per time step: nn.RNN, LSTM, GRU and their cells.
 RECURRENT = re.compile(r"(^|\.)weight_hh(_l\d+)?(_reverse)?$")
 ROWS_SHOWN = 100
+SMALL = 10.0  # a spike below this ratio is clipped to the usual size rather than skipped
 
 
 @dataclass(slots=True)
@@ -226,15 +227,24 @@ def _gradient_spike(facts: Facts, action: Action, hit_layers: list[int], rises: 
     if recurrent and action is Action.SKIP:
         worst, action = max(set(recurrent) & set(among) or {worst}, key=lambda i: residuals[i]), Action.CLIP
     z = [float(v) for v in facts.score.z.tolist()]
+    told = worst if hit_layers else layers  # whose score decided
+    norms, level = facts.norms(), [float(v) for v in facts.baseline.level.tolist()]
+    if math.isinf(norms[worst]) and worst < len(event.gradients) and event.gradients[worst] is not None:
+        norms[worst] = float(
+            event.gradients[worst].detach().double().norm()
+        )  # float32 overflowed, the entries are finite
+        rises[worst] = math.log(norms[worst]) - level[worst] if 0 < norms[worst] < math.inf else math.inf
+    small = rises[told] < math.log(SMALL)
+    if small and action is Action.SKIP:
+        action = Action.CLIP
     whole = not hit_layers or bool(facts.spiking.tolist()[layers]) or len(hit_layers) * 2 >= layers
     stream = 0 if hit_layers else 1
-    p = facts.thresholds[stream].p_value(z[worst] if hit_layers else z[layers])
-    norms, level = facts.norms(), [float(v) for v in facts.baseline.level.tolist()]
+    p = facts.thresholds[stream].p_value(z[told])
     rows = _rows(event, worst)
     where = f"in {len(hit_layers)} of {layers} layers, most in" if hit_layers else "in all layers together, most in"
     return Finding(
         kind="grad_spike",
-        severity=Severity.ERROR if action.intervenes else Severity.WARNING,
+        severity=Severity.ERROR if action.intervenes and not small else Severity.WARNING,
         step=event.step,
         subject=event.names[worst],
         rows=rows,
@@ -245,7 +255,7 @@ def _gradient_spike(facts: Facts, action: Action, hit_layers: list[int], rises: 
         expected_effect=_EFFECTS.get(action, ""),
         confidence=None if p is None else 1 - p,
         evidence=_evidence(
-            gradient_norm=norms[worst], baseline=_exp(level[worst]), ratio=_ratio(rises[worst]), score=z[worst],
+            gradient_norm=norms[worst], baseline=_exp(level[worst]), ratio=_ratio(rises[worst]), score=z[told],
             threshold=_finite(facts.thresholds[stream].value), layers_hit=len(hit_layers), loss=facts.loss,
             gradient_limit=None if whole else _limit(facts, worst, level),
             global_norm=float(event.global_norm), global_limit=_limit(facts, layers, level) if whole else None,
