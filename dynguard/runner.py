@@ -20,6 +20,7 @@ from typing import Any
 from dynguard.errors import SetupError, TrainingStopped
 
 OPTIMIZERS = "torch.optim.optimizer"
+WRAPPERS = (OPTIMIZERS, "torch._compile", "torch._dynamo.eval_frame")
 HERE = str(Path(__file__).parent) + os.sep
 
 
@@ -244,8 +245,8 @@ def _is_starter(frame: types.TracebackType) -> bool:
 
 
 def _hidden_when_stopped(frame: types.TracebackType) -> bool:
-    """A stop is shown at the script's ``optimizer.step()``, not in the wrapper that torch puts around it."""
-    return _is_ours(frame) or frame.tb_frame.f_globals.get("__name__") == OPTIMIZERS
+    """A stop is shown at the script's ``optimizer.step()``, not in the wrappers that torch puts around it."""
+    return _is_ours(frame) or frame.tb_frame.f_globals.get("__name__") in WRAPPERS
 
 
 def _exit_code(error: BaseException | None) -> int:

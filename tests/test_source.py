@@ -343,6 +343,23 @@ def test_a_skip_leaves_weights_and_optimizer_state_bit_for_bit(watch: Watch, mak
     assert [i.step for i in probe.interventions] == [2]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when its compiler is imported
+def test_a_compiled_step_is_guarded(watch: Watch, make_probe: Any) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    flow = watch(model, optimizer, plugins=["spike", "health", make_probe(fire_at={2: Action.SKIP})])
+    step = torch.compile(optimizer.step, backend="eager")
+    moved = []
+    for _ in range(4):
+        backward(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        step()
+        moved.append(not same(before, [p.detach() for p in model.parameters()]))
+        optimizer.zero_grad()
+    assert moved == [True, True, False, True]
+    assert flow.plugins == ("health", "probe", "spike")
+
+
 class Careless(torch.optim.Optimizer):
     """An optimizer of somebody's own that does not look whether a gradient is there."""
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dynguard.errors import SetupError
 from dynguard.torch import names as naming
 from dynguard.torch.globalhooks import is_inside_another
-from dynguard.torch.source import Listener, Source, innermost, is_watched
+from dynguard.torch.source import Listener, Source, innermost, is_watched, untraced
 
 
 def make_sources(models: naming.Models, optimizers: Any, listener: Listener) -> list[Source]:
@@ -93,7 +93,7 @@ class Successors:
     def __init__(self, sources: list[Source]) -> None:
         self._sources = sources
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._handle = register_optimizer_step_pre_hook(self._seen)
+        self._handle = register_optimizer_step_pre_hook(untraced(self._seen))
 
     def detach(self) -> None:
         """Stop looking."""

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,8 +125,8 @@ class Source:
         self._sizes = []
         self.refresh()
         self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(untraced(self._before)),
+            optimizer.register_step_post_hook(untraced(self._after)),
         ]
 
     def detach(self) -> None:
@@ -331,6 +331,20 @@ class Source:
         with torch.no_grad():
             self._listener.after_step(self)
         self.step += 1
+
+
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, left out of the graph where ``optimizer.step`` is compiled.
+
+    The decorator that torch puts on its own optimizers; unlike ``torch.compiler.disable`` it imports the compiler only
+    when it is called.
+    """
+    disable: Callable[..., Any] | None = getattr(torch, "_disable_dynamo", None)
+
+    def plain(*arguments: Any) -> Any:  # the mark is an attribute, which a bound method can't have
+        return hook(*arguments)
+
+    return plain if disable is None else cast(Callable[..., Any], disable(plain))
 
 
 class Undo:
