@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peers
 import torch
-import zoo
 from rich.console import Console
 from rich.table import Table
-from rules import Peer, Ratio, Rule, Said, Seen, SixSigma, ZClip
 from torch import nn
 
+from benchmarks import peers, zoo
+from benchmarks.rules import Peer, Ratio, Rule, Said, Seen, SixSigma, ZClip
 from dynguard import FlowManager, Severity
 
 SCALES = {"x5": 5.0, "x20": 20.0, "x100": 100.0}
@@ -142,7 +141,7 @@ def one_run(kind: str, seed: int, rules: dict[str, Any]) -> dict[str, Tally]:
         for source, loss in run.phases(spoiled):
             optimizer = run.optimizers[source]
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
             hit = fault is not None and (bad_batch or source == lucky)
             layer = plant(layers[source], fault, dice) if hit and fault is not None and not bad_batch else None
             norms = norms_of(layers[source])
@@ -207,7 +206,7 @@ def slow_fault(kind: str, seed: int, how: str, rules: dict[str, Any]) -> dict[st
         for current, loss in run.phases(batch):
             optimizer = run.optimizers[current]
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
             if current == source and how == "drift 2%" and step >= begin:
                 for _, parameter in layers[name]:
                     if parameter.grad is not None:
@@ -223,7 +222,7 @@ def slow_fault(kind: str, seed: int, how: str, rules: dict[str, Any]) -> dict[st
                 if alarm and step >= begin and delay[rule] is None:
                     delay[rule] = step - begin
     guard.flow.close()
-    return delay  # type: ignore[return-value] # dict.fromkeys is typed for None alone
+    return delay
 
 
 def at_equal_false_alarms(tally: Tally, rate: float) -> dict[str, float]:

@@ -17,13 +17,13 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
-import zoo
-from overhead import Trainer
 from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
-from workloads import WORKLOADS
 
+from benchmarks import zoo
+from benchmarks.overhead import Trainer
+from benchmarks.workloads import WORKLOADS
 from dynguard import FlowManager
 from dynguard.testing import gradient_event
 from dynguard_plugins.stability.spike import Spike
@@ -94,7 +94,7 @@ def snapshot(console: Console, rounds: int) -> None:
 def layers(console: Console, count: int = 10_000) -> None:
     spike = Spike()
     times = []
-    event = gradient_event(norms={str(i): torch.tensor(1.0) for i in range(count)})
+    event = gradient_event(norms={str(i): 1.0 for i in range(count)})
     for step in range(600):
         event.step = step
         torch.as_tensor(event.statistics.norms).copy_(torch.rand(count) + 0.5)  # in place
