@@ -35,7 +35,18 @@ from dynguard import FlowManager, Severity
 
 SCALES = {"x5": 5.0, "x20": 20.0, "x100": 100.0}
 ENTRIES = {"nan": math.nan, "inf": math.inf}
-SPIKES = ("grad_spike", "loss_spike", "nan_grad", "inf_grad", "nan_loss", "inf_loss", "empty_batch", "update_spike")
+SPIKES = (
+    "grad_spike",
+    "loss_spike",
+    "grad_drift",
+    "lr_jump",
+    "nan_grad",
+    "inf_grad",
+    "nan_loss",
+    "inf_loss",
+    "empty_batch",
+    "update_spike",
+)
 
 
 @dataclass
@@ -81,7 +92,7 @@ class Guard:
         single = set(run.models) == {""}
         models: Any = run.models[""] if single else run.models
         optimizers: Any = run.optimizers[""] if set(run.optimizers) == {""} else run.optimizers
-        self.flow = FlowManager(models, optimizers, plugins=["spike"], close_timeout=1.0)
+        self.flow = FlowManager(models, optimizers, plugins=["spike", "health"], close_timeout=1.0)
         self.told = 0
 
     def said(self, source: str) -> Said:
