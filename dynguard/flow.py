@@ -299,8 +299,6 @@ class FlowManager:
         except Exception as error:  # noqa: BLE001 - as above
             self._own_failure("looking at a dropped step", error)
 
-    # -- inside
-
     @property
     def _sources(self) -> list[Source]:
         return self._watch.sources if self._watch is not None else []

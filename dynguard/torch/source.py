@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from dynguard.errors import SetupError
 from dynguard.events import GradientEvent, ParameterEvent
 from dynguard.torch.distributed import is_sharded
 from dynguard.torch.statistics import NARROW, Statistics
+from dynguard.torch.undo import Undo
 
 # Under which names optimizers keep second moments, and how their classes are called.
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "exp_inf", "row_var", "variance", "exp_avg_sq_row"})
@@ -345,28 +345,6 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook(*arguments)
 
     return plain if disable is None else cast(Callable[..., Any], disable(plain))
-
-
-class Undo:
-    """The weights and state of an optimizer as they were, to be put back after its step."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        with torch.no_grad():
-            self._weights = [(p, p.clone()) for group in optimizer.param_groups for p in group["params"]]
-            self._state = {p: {k: _copied(v) for k, v in state.items()} for p, state in optimizer.state.items()}
-
-    def __call__(self) -> None:
-        """Put them back, in place."""
-        with torch.no_grad():
-            for parameter, values in self._weights:
-                parameter.copy_(values)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def mean(losses: Sequence[Any]) -> Any:
