@@ -106,6 +106,8 @@ class Policy(BaseModel):
         mode: ``guard`` carries actions out; ``observe`` only says what it would have done.
         max_consecutive_skips: so many steps may be skipped in a row; the next one is decided by
             ``exhausted``, so that a run is never starved in silence.
+        cooldown: for so many judged steps after a rollback a finding that asks for another one gets a skip instead:
+            what is wrong may lie in the very next batches. A row of skips that is too long still ends in a rollback.
         exhausted: ``accept`` takes as many steps again with gradients clipped to their usual size, and then what comes
             as a new regime; ``rollback`` goes back to a snapshot; ``raise`` stops.
             A row of non-finite steps is never accepted: it is rolled back where there is a snapshot, else raised.
@@ -116,6 +118,7 @@ class Policy(BaseModel):
     mode: Literal["guard", "observe"] = "guard"
     max_consecutive_skips: int = Field(default=8, ge=1)
     exhausted: Literal["accept", "rollback", "raise"] = "accept"
+    cooldown: int = Field(default=5, ge=0)
 
 
 class Arbiter:
@@ -124,10 +127,12 @@ class Arbiter:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.consecutive = 0
+        self.cooling = 0
 
     def clean(self) -> None:
         """A step was taken: the row of skips is over."""
         self.consecutive = 0
+        self.cooling = max(0, self.cooling - 1)
 
     def decide(self, findings: Sequence[Finding], *, can_roll_back: bool = False) -> Verdict:
         """The verdict: the farthest action asked for, bounded by the policy."""
@@ -135,6 +140,9 @@ class Arbiter:
             return PROCEED
         top = max(findings, key=lambda f: (f.action.rank, f.severity.rank, bool(f.subject)))
         verdict = Verdict(action=top.action, subject=top.subject, detector=top.detector, reason=top.kind)
+        if verdict.action is Action.ROLLBACK and self.cooling and can_roll_back:
+            reason = f"{verdict.reason}; rolled back only just before"
+            verdict = verdict.model_copy(update={"action": Action.SKIP, "reason": reason})
         skipping = verdict.action is Action.SKIP
         if skipping:
             verdict = self._bounded(verdict, findings, can_roll_back)
@@ -143,6 +151,8 @@ class Arbiter:
         # Held-back steps count in a dry run too: it must say what a guard would have done.
         held = verdict.action is Action.SKIP or (skipping and verdict.action is Action.CLIP)
         self.consecutive = self.consecutive + 1 if held else 0
+        rolled_back = verdict.action is Action.ROLLBACK
+        self.cooling = self.policy.cooldown if rolled_back else max(0, self.cooling - 1)
         if self.policy.mode == "observe":
             verdict = verdict.model_copy(update={"carried_out": False})
         return verdict

@@ -51,8 +51,8 @@ class FlowManager:
         ranks: which ranks decide together: None finds out (DDP, sharded parameters), False none, True all, or a
             process group.
         settings: see :class:`dynguard.settings.Settings`: ``mode``, ``reads``, ``max_consecutive_skips``,
-            ``exhausted``, ``strict``, ``max_failures``, ``parameters_every``, ``diagnose_every``, ``snapshot_every``,
-            ``snapshot_keep``, ``snapshot_bytes``, ``snapshot_dir``, ``close_timeout``.
+            ``exhausted``, ``cooldown``, ``strict``, ``max_failures``, ``parameters_every``, ``diagnose_every``,
+            ``snapshot_every``, ``snapshot_keep``, ``snapshot_bytes``, ``snapshot_dir``, ``close_timeout``.
 
     Raises:
         SetupError: nothing to watch, parameters that are not the model's, a watched optimizer, a wrong setting.

@@ -20,6 +20,7 @@ class Options(TypedDict, total=False):
     reads: Literal["step", "deferred"]
     max_consecutive_skips: int
     exhausted: Literal["accept", "rollback", "raise"]
+    cooldown: int
     strict: bool
     max_failures: int
     parameters_every: int

@@ -29,6 +29,7 @@ def save(sources: Sequence[Source], judge: Judge, bus: Bus) -> dict[str, Any]:
         source.name: {
             "step": source.step,
             "consecutive": judge.arbiter(source.name).consecutive,
+            "cooling": judge.arbiter(source.name).cooling,
             "rejected": bool(source.rejected),
         }
         for source in sources
@@ -69,7 +70,8 @@ def load(saved: Mapping[str, Any], sources: Sequence[Source], judge: Judge, bus:
         row = saved["sources"].get(source.name)
         if row is not None:
             source.step, source.rejected = row["step"], row["rejected"]
-            judge.arbiter(source.name).consecutive = row["consecutive"]
+            arbiter = judge.arbiter(source.name)
+            arbiter.consecutive, arbiter.cooling = row["consecutive"], row["cooling"]
     for name, plugin in bus.plugins:
         if name in saved["plugins"] and hasattr(plugin, "load_state_dict"):
             own = _arrays(saved["plugins"][name])

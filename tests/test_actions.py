@@ -84,6 +84,16 @@ def test_a_rollback_without_a_snapshot_skips_and_says_so() -> None:
     assert "no snapshot" in verdict.reason
 
 
+def test_a_rollback_is_not_followed_by_another_at_once() -> None:
+    arbiter = Arbiter(Policy(cooldown=3))
+    asks = [finding("nonfinite_param", action=Action.ROLLBACK)]
+    actions = [arbiter.decide(asks, can_roll_back=True).action for _ in range(5)]
+    assert actions == [Action.ROLLBACK] + [Action.SKIP] * 3 + [Action.ROLLBACK]
+    for _ in range(3):
+        arbiter.clean()
+    assert arbiter.decide(asks, can_roll_back=True).action is Action.ROLLBACK
+
+
 def test_observe_mode_says_what_it_would_have_done() -> None:
     arbiter = Arbiter(Policy(mode="observe"))
     verdict = arbiter.decide([finding(action=Action.RAISE)])

@@ -157,9 +157,32 @@ def the_farthest_action_of_any_rank_is_taken_by_all(rank: int, folder: Path) -> 
     flow.close()
 
 
+def ranks_roll_back_to_the_same_snapshot(rank: int, folder: Path) -> None:
+    """Rank 1 alone holds a NaN in a shard when a snapshot is taken: no rank may count that snapshot as good."""
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = model()
+    for layer in (sharded[0], sharded[2], sharded):
+        fully_shard(layer)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.01)
+    flow = FlowManager(sharded, optimizer, plugins=["spike"], snapshot_every=20, strict=True)
+    for step in range(24):
+        if step == 19 and rank == 1:
+            with torch.no_grad():
+                optimizer.state[sharded[2].weight]["exp_avg_sq"].to_local()[0, 0] = math.inf
+        sharded(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rollbacks = [i for i in flow.interventions if i.action is Action.ROLLBACK]
+    assert [i.step for i in rollbacks] == [20]
+    assert "step 10" in rollbacks[0].reason
+    flow.close()
+
+
 @pytest.mark.parametrize(
     "work",
     [
+        ranks_roll_back_to_the_same_snapshot,
         one_rank_sees_a_nan_loss,
         only_rank_zero_writes,
         norms_of_shards_are_those_of_the_whole,

@@ -20,6 +20,7 @@ from dynguard.torch.recovery import nonfinite_state
 from dynguard.torch.snapshots import Snapshots
 
 if TYPE_CHECKING:
+    from dynguard.torch.distributed import Ranks
     from dynguard.torch.source import Source
 
 log = logging.getLogger("dynguard")
@@ -63,6 +64,7 @@ class Keeper:
                 directory=settings.snapshot_dir,
             )
         self.buffers.keep()
+        self.ranks: Ranks | None = None
         self._unverified: Tensor | None = None
         self._left = ATTRIBUTED
 
@@ -99,7 +101,10 @@ class Keeper:
         """The step is over: what the buffers hold now is good, and a snapshot may be due."""
         self.buffers.keep()
         if self.snapshots is not None and self.snapshots.due(steps):
-            self._unverified = self.snapshots.take(steps)
+            finite = self.snapshots.take(steps)
+            if self.ranks is not None:  # a snapshot is good where it is good on every rank: all go back to the same one
+                finite = self.ranks.any((~finite).float().reshape(1)).reshape(()) == 0
+            self._unverified = finite
 
     def undo(self) -> list[str]:
         """Put back the buffers that the forward of a step that is skipped has written; their names."""

@@ -84,7 +84,7 @@ class Watch:
         self.keeper = Keeper(self._models, given, self.optimizers, self.loss_fn, self.settings)
         for name, thing in self.tracked.items():
             self.keeper.track(name, thing)
-        self.ranks = find_ranks([m for g in self._given for m in _modules(g)], self._wanted_ranks)
+        self.ranks = self.keeper.ranks = find_ranks([m for g in self._given for m in _modules(g)], self._wanted_ranks)
         if self.settings.reads == "deferred":
             for source in self.sources:
                 source.deferred = source.can_defer()
