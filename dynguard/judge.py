@@ -110,13 +110,16 @@ class Judge:
         if source.changed:
             source.changed = False
             self.put(Names(vector="gradient_norm", names=source.names, source=source.name), False)
-        if source.defers_now:
+        deferring = source.defers_now
+        if deferring:
             for late in deferred.exchange(source, answers, event, self._nonsense, watch):
                 self.conclude_late(source, late)
         else:
             self._decide(source, event, read(answers, event, self._nonsense, watch.ranks))
         if not source.skipped and self.policy.mode == "guard":
             self.bus.adjust(event)
+        if deferring:
+            deferred.let_go(event)
 
     def _decide(self, source: Source, event: GradientEvent, reading: Reading) -> None:
         self._record(source, event.step, reading)
@@ -155,7 +158,8 @@ class Judge:
     def conclude_late(self, source: Source, late: Any) -> None:
         """A step judged on the device whose numbers have now arrived: say what happened, and do what is left to do."""
         self._record(source, late.event.step, late.reading)
-        if not late.reading.fired or late.reading.values.get(OVERFLOW) == 1.0:
+        quiet = not late.reading.fired and not late.reading.fired_elsewhere
+        if quiet or late.reading.values.get(OVERFLOW) == 1.0:
             self.arbiter(source.name).clean()
             return
         found, verdict = self._weigh(source, late.event, late.reading)
@@ -243,6 +247,8 @@ class Judge:
         """The run ends: what was judged on the device and has not been told yet is told now."""
         from contextlib import suppress
 
+        if self.watch is not None:
+            self.watch.ranks = None  # the others may have ended already: nothing is waited for any more
         for source in sources:
             if source.deferred:
                 from dynguard.torch import deferred

@@ -84,6 +84,24 @@ def one_rank_sees_a_nan_loss(rank: int, folder: Path) -> None:
     flow.close()
 
 
+def ranks_agree_in_deferred_mode_too(rank: int, folder: Path) -> None:
+    ddp = nn.parallel.DistributedDataParallel(model())
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1, fused=True)
+    flow = FlowManager(ddp, optimizer, plugins=["spike"], reads="deferred", strict=True)
+    for step in range(8):
+        torch.manual_seed(10 * step + rank)
+        loss = ddp(torch.randn(4, 6)).square().mean()
+        flow.observe(loss=loss * math.nan if rank == 1 and step == 4 else loss)
+        optimizer.zero_grad()
+        loss.backward()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        optimizer.step()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+        assert moved == (step != 4), (step, moved)
+    assert [(i.step, i.action) for i in flow.interventions] == [(4, Action.SKIP)]
+    flow.close()
+
+
 def only_rank_zero_writes(rank: int, folder: Path) -> None:
     ddp = nn.parallel.DistributedDataParallel(model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -183,6 +201,7 @@ def ranks_roll_back_to_the_same_snapshot(rank: int, folder: Path) -> None:
     "work",
     [
         ranks_roll_back_to_the_same_snapshot,
+        ranks_agree_in_deferred_mode_too,
         one_rank_sees_a_nan_loss,
         only_rank_zero_writes,
         norms_of_shards_are_those_of_the_whole,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -194,6 +196,19 @@ def test_a_new_regime_is_accepted_in_deferred_mode_too(watch: Watch) -> None:
     moved = train(model, optimizer, flow, 200, spoil)
     assert sum(not m for m in moved) <= 10
     assert all(moved[-30:])
+
+
+def test_gradients_do_not_outlive_their_step_for_the_sake_of_a_deferred_read(watch: Watch) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    watch(model, optimizer, plugins=["spike", "health"], reads="deferred")
+    for _ in range(5):
+        model(torch.randn(8, 6)).square().mean().backward()
+        grads = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert not any(r() is not None for r in grads)
 
 
 def test_the_last_steps_fault_is_told_at_close(watch: Watch) -> None:

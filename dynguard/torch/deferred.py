@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dynguard.events import GradientEvent
 from dynguard.torch.reading import Packed, Reading, pack
+from dynguard.torch.statistics import Statistics
 
 if TYPE_CHECKING:
     from dynguard.torch.source import Source
@@ -33,7 +34,7 @@ class Sent:
     packed: Packed
     host: Tensor
     ready: Any
-    anywhere: slice
+    flags: slice  # where it says whether the update was dropped, and whether anything fired on any rank
     failed: Callable[[str, Exception], object]
 
     def has_come(self) -> bool:
@@ -58,26 +59,32 @@ def exchange(
     watch: Watch,
 ) -> list[Late]:
     """Send this step's numbers off, let the device decide about its update, and give back the steps that have come."""
-    late = collect(source)
+    # Ranks must conclude the same steps at the same time: they wait for the step before, whose numbers are nearly there.
+    late = collect(source, wait=watch.ranks is not None)
     packed = pack(answers, event, failed)
-    drop = packed.any_dropped(event.norms)
+    flags = torch.cat((packed.any_dropped(event.norms), packed.any_fired(event.norms)))
     if watch.ranks is not None:
-        drop = watch.ranks.any(drop)
+        flags = watch.ranks.any(flags)
     if watch.settings.mode == "observe":
-        drop = torch.zeros_like(drop)
+        flags = flags * flags.new_tensor([0.0, 1.0])
+    drop = flags[:1]
     source.drop_on_device(drop)
     if watch.keeper is not None:
         watch.keeper.buffers.restore_where(drop.bool())
-    anywhere = packed.pack.add(drop)
+    spot = packed.pack.add(flags)
     host, ready = _send(packed.pack.join(event.norms.device))
-    # The gradients will be gone when the numbers come: what is told then rests on the numbers alone.
-    kept = GradientEvent(
-        step=event.step, source=event.source, names=event.names, statistics=event.statistics, loss=event.loss,
-        losses=event.losses, batches=event.batches, learning_rates=list(event.learning_rates), tables=event.tables,
-        adaptive=event.adaptive,
-    )  # fmt: skip
-    source.sent.append(Sent(kept, packed, host, ready, anywhere, failed))
+    source.sent.append(Sent(event, packed, host, ready, spot, failed))
     return late
+
+
+def let_go(event: GradientEvent) -> None:
+    """Drop the gradients from an event that waits for its numbers: they must not live a step longer for it.
+
+    What is told about it then rests on the norms alone.
+    """
+    numbers = Statistics(())
+    vars(numbers).update(norms=event.norms, global_norm=event.global_norm)
+    event.gradients, event.parameters, event.statistics = (), (), numbers
 
 
 def collect(source: Source, *, wait: bool = False) -> list[Late]:
@@ -88,8 +95,10 @@ def collect(source: Source, *, wait: bool = False) -> list[Late]:
         first = sent.popleft()
         if first.ready is not None:
             first.ready.synchronize()
-        reading = first.packed.unpack(first.host.numpy(), first.failed, first.anywhere)
-        late.append(Late(first.event, reading, reading.fired_elsewhere))
+        host = first.host.numpy()
+        fired = slice(first.flags.start + 1, first.flags.stop)
+        reading = first.packed.unpack(host, first.failed, fired)
+        late.append(Late(first.event, reading, bool(host[first.flags.start] == 1)))
     return late
 
 

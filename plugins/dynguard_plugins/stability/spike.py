@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
-from dynguard import Action, Finding, Section, Signal, Table, hookimpl, validated
+from dynguard import Action, Section, Signal, Table, hookimpl, validated
 from dynguard.arrays import local
 from dynguard_plugins.stability.baseline import Baseline, Score, filled, namespace, score_from, score_state
 from dynguard_plugins.stability.drift import Drift
@@ -136,7 +136,7 @@ class Spike:
         return Signal(
             streams,
             fired,
-            lambda: self._explain(facts),
+            lambda: tell(facts, self.action, self.nan_action),
             max(self.action, self.nan_action),
             drop=drop,
             learn=lambda values: pending.update(streams=values),
@@ -240,9 +240,6 @@ class Spike:
             return again
         together = (score.common > math.log(TOGETHER)) & (score.common < math.log(MILD_RATIO))
         return again | (together & (watched.row == 0.0))
-
-    def _explain(self, facts: Facts) -> Iterator[Finding]:
-        yield from tell(facts, self.action, self.nan_action)
 
     @hookimpl
     def on_intervention(self, intervention: Intervention) -> None:

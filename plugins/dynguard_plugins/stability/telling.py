@@ -188,7 +188,8 @@ def drifts(facts: Facts) -> Iterator[Finding]:
             f"x{_exp(level[i] - slow[i]):.3g} over its slow average, and away from the other layers",
             implies="something in or before this layer grows: logits, a normalisation scale, an unbounded activation",
             expected_effect="",
-            confidence=max(0.0, 1.0 - drift.bound / max(evidence[i], drift.bound) * 1e-4),
+            # Less the number of looks it is a supermartingale: it gets so high by then with at most this chance.
+            confidence=max(0.0, 1.0 - drift.looks * drift.layers / evidence[i]),
             evidence=_evidence(
                 gradient_norm=facts.norms()[i], level=_exp(level[i]), slow_level=_exp(slow[i]),
                 evidence=evidence[i], bound=drift.bound,
@@ -214,7 +215,7 @@ def _loss_spike(facts: Facts, action: Action, rises: list[float]) -> Finding:
         expected_effect="the weights do not learn from this batch" if action.intervenes else "",
         confidence=None if p is None else 1 - p,
         evidence=_evidence(loss=facts.loss, score=z, threshold=_finite(facts.thresholds[2].value),
-                           gradient_rise=_ratio(rises[layers])),
+                           gradient_rise=_exp(rises[layers])),
     )  # fmt: skip
 
 
@@ -250,12 +251,12 @@ def _gradient_spike(facts: Facts, action: Action, hit_layers: list[int], rises: 
         rows=rows,
         action=action,
         premise=f"the gradient norm left its baseline {where} {event.names[worst]!r}: {norms[worst]:.4g}, usually "
-        f"{_exp(level[worst]):.4g} (x{_ratio(rises[worst]):.4g})",
+        f"{_exp(level[worst]):.4g} (x{_exp(rises[worst]):.4g})",
         implies=_implication(action, bool(recurrent)),
         expected_effect=_EFFECTS.get(action, ""),
         confidence=None if p is None else 1 - p,
         evidence=_evidence(
-            gradient_norm=norms[worst], baseline=_exp(level[worst]), ratio=_ratio(rises[worst]), score=z[told],
+            gradient_norm=norms[worst], baseline=_exp(level[worst]), ratio=_exp(rises[worst]), score=z[told],
             threshold=_finite(facts.thresholds[stream].value), layers_hit=len(hit_layers), loss=facts.loss,
             gradient_limit=None if whole else _limit(facts, worst, level),
             global_norm=float(event.global_norm), global_limit=_limit(facts, layers, level) if whole else None,
@@ -300,10 +301,6 @@ def _rows(event: GradientEvent, layer: int) -> tuple[int, ...]:
 
 def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))
-
-
-def _ratio(rise: float) -> float:
-    return _exp(rise)
 
 
 def _finite(value: float) -> float | None:
