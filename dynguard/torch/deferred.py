@@ -59,7 +59,7 @@ def exchange(
     watch: Watch,
 ) -> list[Late]:
     """Send this step's numbers off, let the device decide about its update, and give back the steps that have come."""
-    # Ranks must conclude the same steps at the same time: they wait for the step before, whose numbers are nearly there.
+    # Ranks must conclude the same steps at the same time: they wait for the numbers of the step before.
     late = collect(source, wait=watch.ranks is not None)
     packed = pack(answers, event, failed)
     flags = torch.cat((packed.any_dropped(event.norms), packed.any_fired(event.norms)))
