@@ -7,7 +7,7 @@ torch (trees, fakes in tests). Reading one on the host costs a synchronisation, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,6 +78,52 @@ class GradientStatistics(Protocol):
         """Cosine of every gradient to that of the last step, shape (n,); NaN at the first."""
 
 
+class Training(Protocol):
+    """What is being trained: for probes that evaluate the loss again, and guards that repair an optimizer's state.
+
+    Only within the hook that was given the event; detectors read, guards may change.
+    """
+
+    @property
+    def model(self) -> Any:
+        """The model as the user gave it (one, or a list or dict), or None."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of this source."""
+
+    @property
+    def loss_fn(self) -> Callable[[Any, Any], Any] | None:
+        """``(model, batch) -> loss``, or None where the user gave none."""
+
+    @property
+    def scaler(self) -> Any:
+        """The GradScaler given to ``flow.track``, or None."""
+
+    @property
+    def groups(self) -> Sequence[int]:
+        """(n,) which of the optimizer's parameter groups holds each parameter."""
+
+    def scale_learning_rate(self, factor: Any) -> None:
+        """Multiply all learning rates for the update that is about to happen, and for that one only.
+
+        The user's scheduler never sees it: the rates are what they were once the update is done. Factors multiply.
+
+        Args:
+            factor: a number or 0-d tensor; no host read is made.
+        """
+
+    def scale_update(self, index: int, factor: Any) -> None:
+        """Take only a part of the update that is about to happen to one parameter, weight decay included.
+
+        Costs a copy of the parameter. The optimizer's state is updated as ever.
+
+        Args:
+            index: of the parameter in the event.
+            factor: number or 0-d tensor by which the parameter's way is multiplied.
+        """
+
+
 @dataclass(slots=True)
 class GradientEvent:
     """All gradients of one optimizer step, after backward and before the update. One per optimizer step.
@@ -103,6 +149,7 @@ class GradientEvent:
             the statistics are already unscaled.
         overflow: a GradScaler's own flag for this step where a fused optimizer carries it out, non-zero if it drops the
             step; 0-d on the device, or None.
+        training: model, optimizer and loss function, or None in tests without one.
     """
 
     step: int
@@ -120,6 +167,7 @@ class GradientEvent:
     adaptive: bool = False
     scale: Any = None
     overflow: Any = None
+    training: Training | None = None
 
     @property
     def norms(self) -> Any:
@@ -161,6 +209,7 @@ class ParameterEvent:
         norms: (n,) L2 norm of every parameter; non-finite where an entry is.
         learning_rates: (n,) learning rates used.
         skipped: whether the update was kept from the weights.
+        training: as in GradientEvent.
     """
 
     step: int
@@ -170,6 +219,7 @@ class ParameterEvent:
     norms: Any
     learning_rates: Sequence[float] = ()
     skipped: bool = False
+    training: Training | None = None
 
 
 @dataclass(slots=True)

@@ -125,7 +125,9 @@ def test_the_scale_of_a_fused_optimizer_is_taken_out() -> None:
 
 def test_rms_ratio_and_cosine_against_closed_forms() -> None:
     gradient, last = torch.tensor([3.0, 4.0]), torch.tensor([4.0, -3.0])
-    numbers = statistics.Statistics([gradient, None], moments=[torch.tensor([9.0, 4.0]), None], previous=[last, None])
+    numbers = statistics.Statistics(
+        [gradient, None], moments=lambda: [torch.tensor([9.0, 4.0]), None], previous=[last, None]
+    )
     assert numbers.rms_ratio.tolist()[0] == pytest.approx(math.sqrt((1 + 4) / 2))
     assert numbers.cosine.tolist()[0] == pytest.approx(0.0, abs=1e-7)
     assert math.isnan(numbers.rms_ratio.tolist()[1])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynguard.events import EmbeddingEvent, GradientEvent, LossEvent, ParameterEvent, RunInfo, TreeEvent
+from dynguard.events import EmbeddingEvent, GradientEvent, LossEvent, ParameterEvent, RunInfo, Training, TreeEvent
 from dynguard.testing.statistics import FakeStatistics, is_tensor, norm, scalar, stack
 
 
@@ -61,6 +61,8 @@ def gradient_event(
     rejected: Any = False,
     tables: Collection[str] = (),
     scale: Any = None,
+    training: Training | None = None,
+    adaptive: bool = False,
 ) -> GradientEvent:
     """All gradients of one step, named; give either their ``norms`` or the ``gradients`` themselves.
 
@@ -72,7 +74,7 @@ def gradient_event(
         second_moments: name -> Adam's v, for ``rms_ratio``; NaN where left out.
         previous: name -> gradient of the step before, for ``cosine``; NaN where left out.
         lr: learning rate of all parameters or of each.
-        source, batches, rejected, scale: as in GradientEvent.
+        source, batches, rejected, scale, training, adaptive: as in GradientEvent.
         loss: mean loss of the step, or None.
         tables: names of the parameters that are embedding tables.
     """
@@ -97,6 +99,8 @@ def gradient_event(
         rejected=rejected,
         tables=frozenset(index for index, name in enumerate(names) if name in tables),
         scale=scale,
+        training=training,
+        adaptive=adaptive,
     )
 
 

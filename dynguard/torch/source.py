@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from dynguard.errors import SetupError
 from dynguard.events import GradientEvent, ParameterEvent
 from dynguard.torch.distributed import is_sharded
+from dynguard.torch.moments import moments
 from dynguard.torch.statistics import NARROW, Statistics
+from dynguard.torch.training import PerGroup, TorchTraining, mean
 from dynguard.torch.undo import Undo
 
 # Under which names optimizers keep second moments, and how their classes are called.
@@ -47,24 +49,6 @@ class Listener(Protocol):
 
     def dropped_step(self, source: Source, scaler: Any) -> None:
         """A GradScaler has kept the update from the optimizer."""
-
-
-class PerGroup(Sequence[float]):
-    """One number per parameter, kept per group: made in no time however many parameters there are."""
-
-    __slots__ = ("_group_of", "_values")
-
-    def __init__(self, values: Sequence[float], group_of: Sequence[int]) -> None:
-        self._values = values
-        self._group_of = group_of
-
-    def __len__(self) -> int:
-        return len(self._group_of)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self._values[g] for g in self._group_of[index]]
-        return self._values[self._group_of[index]]
 
 
 class Source:
@@ -100,7 +84,9 @@ class Source:
         self._order = {key: i for i, key in enumerate(known)}
         self._listener = listener
         self._stash: list[tuple[Tensor, Tensor]] = []
-        self._group_of: list[int] = []
+        self.group_of: list[int] = []  # which parameter group holds each parameter
+        self.training: TorchTraining | None = None
+        self._previous: list[Tensor | None] = []
         self._sizes: list[int] = []
         self._plain = False
         self.deferred = False
@@ -161,7 +147,7 @@ class Source:
             self.parameters = [*self.parameters, *(p for _, _, p in joined)]
             self.names = (*self.names, *fresh)
             self.changed = True
-        self._group_of = [group_of.get(id(p), 0) for p in self.parameters]
+        self.group_of = [group_of.get(id(p), 0) for p in self.parameters]
         self.tables = frozenset(i for i, p in enumerate(self.parameters) if id(p) in self._table_names)
         kinds = {(p.device, p.layout) for p in self.parameters}
         self._plain = len(kinds) == 1 and all(p.dtype in NARROW and not is_sharded(p) for p in self.parameters)
@@ -184,10 +170,17 @@ class Source:
             step=self.step,
             source=self.name,
             names=self.names,
-            statistics=Statistics(gradients, plain=self._plain, scale=scale if isinstance(scale, Tensor) else None),
+            statistics=Statistics(
+                gradients,
+                plain=self._plain,
+                scale=scale if isinstance(scale, Tensor) else None,
+                moments=self._variances,
+                previous=self._previous,
+                remember=self._remember,
+            ),
             parameters=self.parameters,
             gradients=gradients,
-            learning_rates=PerGroup(self.learning_rates(), self._group_of),
+            learning_rates=PerGroup(self.learning_rates(), self.group_of),
             loss=mean(losses),
             losses=losses,
             batches=batches,
@@ -196,6 +189,7 @@ class Source:
             adaptive=self.adaptive,
             scale=scale,
             overflow=getattr(self.optimizer, "found_inf", None),
+            training=self.training,
         )
 
     def parameter_event(self) -> ParameterEvent:
@@ -207,9 +201,19 @@ class Source:
             names=self.names,
             parameters=self.parameters,
             norms=statistics.norms,
-            learning_rates=PerGroup(self.learning_rates(), self._group_of),
+            learning_rates=PerGroup(self.learning_rates(), self.group_of),
             skipped=self.skipped,
+            training=self.training,
         )
+
+    def _variances(self) -> list[Tensor | None]:
+        """The bias-corrected second moments, before the update."""
+        groups = self.optimizer.param_groups
+        found = (moments(self.optimizer, p, groups[g]) for p, g in zip(self.parameters, self.group_of, strict=True))
+        return [None if m is None else m.variance() for m in found]
+
+    def _remember(self, gradients: Sequence[Tensor | None]) -> None:
+        self._previous = [None if g is None else g.detach().clone() for g in gradients]
 
     def skip(self) -> None:
         """Keep the update from happening: without gradients an optimizer leaves weights and state alone.
@@ -270,6 +274,8 @@ class Source:
 
     def restore(self) -> None:
         """Put back the gradients that skip() took, or what an optimizer of unknown habits has done since."""
+        if self.training is not None:
+            self.training.restore()
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -326,6 +332,8 @@ class Source:
             self._listener.before_step(self, loss)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.training is not None:
+            self.training.settle()
         self.restore()
         self._give_back_found_inf()
         with torch.no_grad():
@@ -345,53 +353,3 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook(*arguments)
 
     return plain if disable is None else cast(Callable[..., Any], disable(plain))
-
-
-def mean(losses: Sequence[Any]) -> Any:
-    """Mean of the observed losses as 0-d, or None."""
-    if not losses:
-        return None
-    if len(losses) == 1:
-        return losses[0]
-    tensors = [loss for loss in losses if isinstance(loss, Tensor)]
-    if len(tensors) == len(losses):
-        return torch.stack([t.to(tensors[0]) for t in tensors]).mean()
-    return sum(float(loss) for loss in losses) / len(losses)
-
-
-def observed(loss: Any) -> Any:
-    """A loss as 0-d tensor without its graph, in float32 or wider, or a float.
-
-    Raises TypeError where it is neither a number nor a tensor.
-    """
-    if isinstance(loss, Tensor):
-        loss = loss.detach()
-        if loss.is_complex():
-            loss = loss.abs()
-        if loss.dtype not in (torch.float32, torch.float64):
-            loss = loss.float()
-        return loss if loss.ndim == 0 else loss.mean()
-    try:
-        return float(loss)
-    except (TypeError, ValueError):
-        raise TypeError(f"flow.observe(loss=...) takes a 0-d tensor or a number; got {type(loss).__name__}") from None
-
-
-def innermost(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside a wrapper (Accelerate, Lightning); SetupError where there is none."""
-    seen = optimizer
-    for _ in range(8):
-        inner = getattr(seen, "optimizer", None)
-        if not isinstance(inner, Optimizer):
-            break
-        seen = inner
-    if not isinstance(seen, Optimizer):
-        raise SetupError(
-            f"optimizer must be a torch.optim.Optimizer (one, a list or a dict); got {type(optimizer).__name__}"
-        )
-    return seen
-
-
-def is_watched(optimizer: Optimizer) -> bool:
-    """Whether some source has its hooks on this optimizer."""
-    return optimizer in _watched

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -104,7 +105,9 @@ class Statistics:
         gradients: one per parameter, None where there is none.
         plain: whether the parameters are real, at most float32 and on one device.
         scale: 0-d tensor by which the gradients are still multiplied (fused optimizers under GradScaler), or None.
-        moments: second moments (Adam's v, bias-corrected) by parameter, None where there is none.
+        moments: asked for the second moments (Adam's v, bias-corrected) by parameter, None where there is none.
+        previous: the gradients of the step before, None where there was none.
+        remember: told to keep these gradients for the next step, once someone asks for the cosine.
     """
 
     def __init__(
@@ -113,14 +116,16 @@ class Statistics:
         *,
         plain: bool = False,
         scale: Tensor | None = None,
-        moments: Sequence[Tensor | None] = (),
+        moments: Callable[[], Sequence[Tensor | None]] | None = None,
         previous: Sequence[Tensor | None] = (),
+        remember: Callable[[Sequence[Tensor | None]], None] | None = None,
     ) -> None:
         self._gradients = gradients
         self._plain = plain
         self._scale = scale
         self._moments = moments
         self._previous = previous
+        self._remember = remember
 
     @cached_property
     def norms(self) -> Tensor:
@@ -151,29 +156,42 @@ class Statistics:
 
     @cached_property
     def rms_ratio(self) -> Tensor:
-        """RMS of g / sqrt(v) by parameter, shape (n,); NaN where there is no second moment."""
-        like = self.norms
-        moments = self._moments or [None] * len(self._gradients)
-        rows = []
-        for gradient, moment in zip(self._gradients, moments, strict=True):
-            if gradient is None or moment is None or gradient.layout is not torch.strided:
-                rows.append(like.new_full((), float("nan")))
+        """RMS of g / sqrt(v) by parameter, shape (n,); NaN without a second moment or if sparse."""
+        variances = self._moments() if self._moments is not None else [None] * len(self._gradients)
+        tiny = torch.finfo(torch.float32).tiny
+        ratios: list[Tensor | None] = []
+        counts = []
+        for gradient, variance in zip(self._gradients, variances, strict=True):
+            known = gradient is not None and variance is not None and gradient.layout is torch.strided
+            if not known:
+                ratios.append(None)
+                counts.append(math.nan)
                 continue
-            square = dense(gradient).to(wide(gradient.dtype)).square()
-            floor = torch.finfo(torch.float32).tiny
-            rows.append((square / moment.to(square.dtype).clamp_min(floor)).mean().sqrt().to(like))
-        return torch.stack(rows) if rows else like
+            assert gradient is not None
+            assert variance is not None
+            wider = gradient.detach().to(wide(gradient.dtype))
+            ratios.append(wider / variance.clamp_min(tiny).sqrt())
+            counts.append(math.sqrt(gradient.numel()) if gradient.numel() else math.nan)
+        values = norms(ratios) if any(r is not None for r in ratios) else self.norms * 0
+        values = values / torch.tensor(counts, dtype=values.dtype).to(values.device, non_blocking=True)
+        return values if self._scale is None else values / self._scale.to(values.device)
 
     @cached_property
     def cosine(self) -> Tensor:
-        """Cosine of every gradient to that of the last step, shape (n,); NaN where there is no last one."""
+        """Cosine of every gradient to that of the last step, shape (n,); NaN where there is no last one.
+
+        Asking keeps a copy of the gradients for the next step.
+        """
         like = self.norms
         previous = self._previous or [None] * len(self._gradients)
         rows = []
-        for gradient, last in zip(self._gradients, previous, strict=True):
-            if gradient is None or last is None or gradient.layout is not torch.strided:
-                rows.append(like.new_full((), float("nan")))
+        for i, gradient in enumerate(self._gradients):
+            last = previous[i] if i < len(previous) else None
+            if gradient is None or last is None or gradient.layout is not torch.strided or is_sharded(gradient):
+                rows.append(like.new_full((), math.nan))
                 continue
             now, then = (dense(t).flatten().to(wide(t.dtype)) for t in (gradient, last))
             rows.append(torch.nn.functional.cosine_similarity(now, then, dim=0).to(like))
+        if self._remember is not None:
+            self._remember(self._gradients)
         return torch.stack(rows) if rows else like

@@ -19,6 +19,7 @@ from dynguard.torch.names import clean, modules_by_key
 from dynguard.torch.scaling import listen
 from dynguard.torch.setup import Successors, check_models, embedding_tables, make_sources, rank_and_world
 from dynguard.torch.source import Listener, Source, innermost
+from dynguard.torch.training import TorchTraining
 
 log = logging.getLogger("dynguard")
 
@@ -81,6 +82,8 @@ class Watch:
 
     def _ready(self) -> None:
         given = self._given[0] if len(self._given) == 1 else None
+        for source in self.sources:
+            source.training = TorchTraining(source, given, self.loss_fn, self.tracked)
         self.keeper = Keeper(self._models, given, self.optimizers, self.loss_fn, self.settings)
         for name, thing in self.tracked.items():
             self.keeper.track(name, thing)

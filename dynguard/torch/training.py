@@ -1,0 +1,154 @@
+"""What a source lets guards change beyond gradients: the learning rate of one update, and the size of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from dynguard.torch.source import Source
+
+
+class PerGroup(Sequence[float]):
+    """One number per parameter, kept per group: made in no time however many parameters there are."""
+
+    __slots__ = ("_group_of", "_values")
+
+    def __init__(self, values: Sequence[float], group_of: Sequence[int]) -> None:
+        self._values = values
+        self._group_of = group_of
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._values[g] for g in self._group_of[index]]
+        return self._values[self._group_of[index]]
+
+
+class TorchTraining:
+    """The :class:`~dynguard.events.Training` of one source.
+
+    Args:
+        source: whose optimizer it is.
+        model: as the user gave it.
+        loss_fn: ``(model, batch) -> loss`` or None.
+        tracked: what the user gave to ``flow.track``.
+    """
+
+    def __init__(
+        self, source: Source, model: Any, loss_fn: Callable[[Any, Any], Any] | None, tracked: dict[str, Any]
+    ) -> None:
+        self._source = source
+        self._tracked = tracked
+        self.model = model
+        self.loss_fn = loss_fn
+        self._rates: list[tuple[dict[str, Any], Any, Any]] = []  # (group, the user's rate, what it was set to)
+        self._starts: list[tuple[Tensor, Tensor, Any]] = []  # (parameter, where it starts, share of the way)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of this source."""
+        return self._source.optimizer
+
+    @property
+    def scaler(self) -> Any:
+        """The tracked GradScaler, or None."""
+        return self._tracked.get("scaler")
+
+    @property
+    def groups(self) -> Sequence[int]:
+        """(n,) which parameter group holds each parameter."""
+        return self._source.group_of
+
+    def scale_learning_rate(self, factor: Any) -> None:
+        """Multiply all learning rates for the coming update only."""
+        for group in self.optimizer.param_groups:
+            rate = group.get("lr")
+            if rate is None:
+                continue
+            if isinstance(rate, Tensor):  # in place: a captured graph reads this very tensor
+                self._rates.append((group, rate.clone(), rate))
+                rate.mul_(factor.to(rate.device) if isinstance(factor, Tensor) else factor)
+            else:
+                scaled = rate * (factor if not isinstance(factor, Tensor) else float(factor))
+                self._rates.append((group, rate, scaled))
+                group["lr"] = scaled
+
+    def scale_update(self, index: int, factor: Any) -> None:
+        """Take only a part of the coming update of one parameter."""
+        parameter = self._source.parameters[index]
+        self._starts.append((parameter, parameter.detach().clone(), factor))
+
+    def settle(self) -> None:
+        """The update is done: shorten the ways that are to be shortened, and give the learning rates back."""
+        starts, self._starts = self._starts, []
+        with torch.no_grad():
+            for parameter, start, factor in reversed(starts):
+                way = (parameter.detach() - start).mul_(factor)
+                parameter.copy_(start.add_(way))
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the learning rates back, newest change first; a rate that someone else has set since is left alone."""
+        rates, self._rates = self._rates, []
+        self._starts = []
+        for group, before, scaled in reversed(rates):
+            if isinstance(scaled, Tensor):
+                scaled.copy_(before)
+            elif group.get("lr") == scaled:
+                group["lr"] = before
+
+
+def mean(losses: Sequence[Any]) -> Any:
+    """Mean of the observed losses as 0-d, or None."""
+    if not losses:
+        return None
+    if len(losses) == 1:
+        return losses[0]
+    tensors = [loss for loss in losses if isinstance(loss, Tensor)]
+    if len(tensors) == len(losses):
+        return torch.stack([t.to(tensors[0]) for t in tensors]).mean()
+    return sum(float(loss) for loss in losses) / len(losses)
+
+
+def observed(loss: Any) -> Any:
+    """A loss as 0-d tensor without its graph, in float32 or wider, or a float.
+
+    Raises TypeError where it is neither a number nor a tensor.
+    """
+    if isinstance(loss, Tensor):
+        loss = loss.detach()
+        if loss.is_complex():
+            loss = loss.abs()
+        if loss.dtype not in (torch.float32, torch.float64):
+            loss = loss.float()
+        return loss if loss.ndim == 0 else loss.mean()
+    try:
+        return float(loss)
+    except (TypeError, ValueError):
+        raise TypeError(f"flow.observe(loss=...) takes a 0-d tensor or a number; got {type(loss).__name__}") from None
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside a wrapper (Accelerate, Lightning); SetupError where there is none."""
+    seen = optimizer
+    for _ in range(8):
+        inner = getattr(seen, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        seen = inner
+    if not isinstance(seen, Optimizer):
+        raise SetupError(
+            f"optimizer must be a torch.optim.Optimizer (one, a list or a dict); got {type(optimizer).__name__}"
+        )
+    return seen
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether some source has its hooks on this optimizer."""
+    return optimizer in _watched
