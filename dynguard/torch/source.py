@@ -353,3 +353,41 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook(*arguments)
 
     return plain if disable is None else cast(Callable[..., Any], disable(plain))
+
+
+def observed(loss: Any) -> Any:
+    """A loss as 0-d tensor without its graph, in float32 or wider, or a float.
+
+    Raises TypeError where it is neither a number nor a tensor.
+    """
+    if isinstance(loss, Tensor):
+        loss = loss.detach()
+        if loss.is_complex():
+            loss = loss.abs()
+        if loss.dtype not in (torch.float32, torch.float64):
+            loss = loss.float()
+        return loss if loss.ndim == 0 else loss.mean()
+    try:
+        return float(loss)
+    except (TypeError, ValueError):
+        raise TypeError(f"flow.observe(loss=...) takes a 0-d tensor or a number; got {type(loss).__name__}") from None
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside a wrapper (Accelerate, Lightning); SetupError where there is none."""
+    seen = optimizer
+    for _ in range(8):
+        inner = getattr(seen, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        seen = inner
+    if not isinstance(seen, Optimizer):
+        raise SetupError(
+            f"optimizer must be a torch.optim.Optimizer (one, a list or a dict); got {type(optimizer).__name__}"
+        )
+    return seen
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether some source has its hooks on this optimizer."""
+    return optimizer in _watched
