@@ -13,6 +13,7 @@ from pydantic import Field
 from dynguard import Action, Section, Signal, Table, hookimpl, validated
 from dynguard.arrays import local
 from dynguard_plugins.stability.baseline import Baseline, Score, filled, namespace, score_from, score_state
+from dynguard_plugins.stability.batches import SameBatch
 from dynguard_plugins.stability.drift import Drift
 from dynguard_plugins.stability.tail import Threshold
 from dynguard_plugins.stability.telling import Facts, tell
@@ -31,6 +32,7 @@ TOGETHER = 3.0  # a common rise by this much is the batch's doing, not one layer
 SAME = 1e-4  # log units within which a step is the one before
 HIDDEN_RATIO = 20.0  # a layer this far above the others spikes even where a user's global clip keeps its norm down
 MILD_RATIO = 50.0  # what a batch may do to all gradients and still be mild
+WILD_RATIO = 1000.0  # what the same data may do once more and still be left to recover by itself
 LEAST_SHARE = 1e-4  # of the usual global norm: a gradient below it is nobody's spike
 GLOBAL_RATIO = 5.0  # a rise of all gradients together below this is nobody's spike
 LOSS_RATIO = 5.0  # a loss below so many times its usual size is nobody's spike
@@ -59,6 +61,8 @@ class Watched:
         self.pending: dict[str, Any] | None = None
         self.bounds: Any = None
         self.told = False
+        self.batches = SameBatch()
+        self.full_batch = False  # a step that was held back has come again to the digit: there is one batch only
 
     @property
     def fitted(self) -> bool:
@@ -113,6 +117,7 @@ class Spike:
         norms, total, loss = local(event.norms), local(event.global_norm), local(event.loss)
         with np.errstate(all="ignore"):
             watched = self._settled(event, norms, loss)
+            same = watched.batches.see(event.batches) or watched.full_batch
             x, bad = self._channels(norms, total, loss, watched)
             score = watched.baseline.score(x)
             spiking = self._spiking(watched, event, score)
@@ -120,7 +125,7 @@ class Spike:
             if not isinstance(spiking, np.ndarray) or spiking.any():  # on the host one may ask
                 spiking = spiking & _matters(x, watched.baseline)
                 # A spike of all layers together may be rare, legitimate data: see Spike's docstring.
-                mild = self._mild(event, watched, score, x)
+                mild = self._mild(event, watched, score, x, same)
                 drop = bad | (spiking.any() & ~mild)
                 good = good & ~spiking
                 watched.rejected = x
@@ -132,7 +137,7 @@ class Spike:
             streams = _join(score.z[:layers].max(), score.z[layers], score.z[layers + 1])
         pending = {"x": x, "score": score, "good": good, "streams": None, "loss": loss, "taken": True}
         watched.pending = pending
-        facts = Facts(event, watched.baseline, score, x, spiking, watched.thresholds, mild, pending, watched)
+        facts = Facts(event, watched.baseline, score, x, spiking, watched.thresholds, mild, pending, watched, same)
         return Signal(
             streams,
             fired,
@@ -225,17 +230,22 @@ class Spike:
         clipped = (score.common < -math.log(TOGETHER)) & (score.residual > math.log(HIDDEN_RATIO))
         return high & ((score.rise - slack > far) | clipped)
 
-    def _mild(self, event: GradientEvent, watched: Watched, score: Score, x: Any) -> Any:
+    def _mild(self, event: GradientEvent, watched: Watched, score: Score, x: Any, same: bool) -> Any:
         """0-d bool: a spike that is let through with a warning.
 
         Either the very step that was just held back, to the digit: then it is not the batch, and holding it back again
-        would change nothing. Or all layers rise together, not by far, for the first time in a row, under an adaptive
-        optimizer.
+        would change nothing. Or it saw the data of the step before (``same``), and is not beyond all measure. Or all
+        layers rise together, not by far, for the first time in a row, under an adaptive optimizer.
         """
         again = watched.row < -1.0
         if watched.rejected is not None:
             away = namespace(x).where(score.good, abs(x - watched.rejected), x * 0.0)
             again = (away.max() < SAME) & (watched.row > 0.0)
+            if isinstance(x, np.ndarray) and again:
+                watched.full_batch = True
+        if same:
+            rise = namespace(x).where(score.good, score.rise, x * 0.0)
+            return again | (rise.max() < math.log(WILD_RATIO))
         if not event.adaptive:
             return again
         together = (score.common > math.log(TOGETHER)) & (score.common < math.log(MILD_RATIO))
@@ -288,6 +298,7 @@ def _save(watched: Watched) -> dict[str, Any]:
         "loss_scale": None if watched.loss_scale is None else float(watched.loss_scale),
         "rate_level": watched.rate_level,
         "told": watched.told,
+        "full_batch": watched.full_batch,
         "row": float(watched.row),
         "drift": watched.drift.state_dict(),
         "pending": pending
@@ -308,6 +319,7 @@ def _load(watched: Watched, saved: Mapping[str, Any], like: Any) -> None:
         threshold.load_state_dict(have)
     watched.loss_scale = None if saved["loss_scale"] is None else filled(like, [saved["loss_scale"]])[0]
     watched.rate_level, watched.told = saved["rate_level"], saved["told"]
+    watched.full_batch = saved.get("full_batch", False)
     watched.row = filled(like, [saved["row"]])[0]
     if len(saved["drift"]["slow"]) == watched.drift.layers:
         watched.drift.load_state_dict(saved["drift"])

@@ -35,6 +35,7 @@ class Facts:
     mild: Any
     pending: dict[str, Any]
     watched: Watched
+    same: bool = False  # the data of the step before
 
     @property
     def loss(self) -> float | None:
@@ -157,6 +158,8 @@ def spikes(facts: Facts, action: Action) -> Iterator[Finding]:
     grown = rises[layers] > math.log(3.0)
     if bool(facts.mild) and action is Action.SKIP:
         action = Action.WARN
+    elif facts.same and action is Action.SKIP:
+        action = Action.CLIP  # the next step would see the same data: only a shorter step leads out
     if hits or overflowed:
         # A step that is taken as it is belongs to what this run is like: the thresholds learn from it.
         facts.pending["taken"] = action in (Action.WARN, Action.PROCEED)
@@ -211,6 +214,8 @@ def _loss_spike(facts: Facts, action: Action, rises: list[float]) -> Finding:
         premise=f"the loss is {facts.loss:.4g}, {z:.3g} units above its usual range",
         implies="one batch is unlike the others (mis-scaled or mislabelled), or the weights have left the good region"
         if action.intervenes
+        else _DYNAMICS
+        if facts.same
         else "this batch is unlike the others, but its gradient is ordinary: it may be rare and legitimate data",
         expected_effect="the weights do not learn from this batch" if action.intervenes else "",
         confidence=None if p is None else 1 - p,
@@ -252,7 +257,7 @@ def _gradient_spike(facts: Facts, action: Action, hit_layers: list[int], rises: 
         action=action,
         premise=f"the gradient norm left its baseline {where} {event.names[worst]!r}: {norms[worst]:.4g}, usually "
         f"{_exp(level[worst]):.4g} (x{_exp(rises[worst]):.4g})",
-        implies=_implication(action, bool(recurrent)),
+        implies=_implication(action, bool(recurrent), facts.same),
         expected_effect=_EFFECTS.get(action, ""),
         confidence=None if p is None else 1 - p,
         evidence=_evidence(
@@ -271,7 +276,14 @@ _EFFECTS = {
 }
 
 
-def _implication(action: Action, recurrent: bool) -> str:
+_DYNAMICS = (
+    "the data is that of the step before, so the step size is too large for the curvature here; a skip can't help"
+)
+
+
+def _implication(action: Action, recurrent: bool, same: bool) -> str:
+    if same:
+        return _DYNAMICS
     if action is Action.WARN:
         return "a batch unlike the others, perhaps rare and legitimate; the optimizer bounds what one step can do"
     if recurrent:
