@@ -61,11 +61,11 @@ class Probe:
             raise ProbeError("the batch is an iterator, which can be read only once")
         if any(is_sharded(p) or hasattr(p, "ds_id") for p in parameters):
             raise ProbeError("the parameters live in shards on several ranks (FSDP, DTensor)")
-        self.model = _alone(model)
+        self.model = alone(model)
         self.loss_fn = loss_fn
         self.batch = batch
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._modules = _modules(self.model)
+        self._modules = all_modules(self.model)
         self.evaluations = 0
 
     def loss(self) -> Tensor:
@@ -106,7 +106,8 @@ class Probe:
             yield
 
 
-def _modules(model: Any) -> list[nn.Module]:
+def all_modules(model: Any) -> list[nn.Module]:
+    """All modules of what the user passed as model: one, or a list or dict of them."""
     if isinstance(model, nn.Module):
         return list(model.modules())
     several = model.values() if isinstance(model, Mapping) else model if isinstance(model, (list, tuple)) else ()
@@ -114,10 +115,10 @@ def _modules(model: Any) -> list[nn.Module]:
     return list(found.values())
 
 
-def _alone(model: Any) -> Any:
+def alone(model: Any) -> Any:
     """The model without what makes it wait for other ranks or spread over devices."""
     if isinstance(model, nn.Module):
         return naming.unwrap(model)
-    if isinstance(model, (list, tuple)):
-        return type(model)(_alone(item) for item in model)
-    return {key: _alone(item) for key, item in model.items()} if isinstance(model, Mapping) else model
+    if type(model) in (list, tuple):
+        return type(model)(alone(item) for item in model)
+    return {key: alone(item) for key, item in model.items()} if type(model) is dict else model

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dynguard.torch import names as naming
 from dynguard.torch.distributed import is_sharded
 from dynguard.torch.nonfinite import count, dense, holds_iterator, is_finite, is_mask, kinds, walk
+from dynguard.torch.probe import all_modules, alone, as_probe
 from dynguard.torch.unchanged import Written, unchanged
 
 log = logging.getLogger("dynguard")
@@ -291,11 +292,13 @@ def rerun(
     for gradients in (False, True):
         trace = Trace(models, deadline, looking=looking)
         modules = [module for module, _ in trace.modules.values()]
-        if holds_iterator(batch) or any(_in_shards(m) or _compiled_for_good(m) for m in [*_modules(model), *modules]):
+        if holds_iterator(batch) or any(
+            _in_shards(m) or _compiled_for_good(m) for m in [*all_modules(model), *modules]
+        ):
             break
         try:
-            with unchanged(modules, batch, gradients=gradients) as written, (autocast or nullcontext)():
-                trace.run(loss_fn, _alone(model), batch, written)
+            with as_probe(), unchanged(modules, batch, gradients=gradients) as written, (autocast or nullcontext)():
+                trace.run(loss_fn, alone(model), batch, written)
         except Exception as error:  # noqa: BLE001 - the user's code, run at a moment that it does not expect
             log.debug("the batch could not be evaluated again to the end: %.300s", f"{type(error).__name__}: {error}")
             if trace.found is None and NEEDS_GRADIENTS in str(error):
@@ -312,23 +315,6 @@ def _named_modules(models: Mapping[str, nn.Module]) -> dict[int, tuple[nn.Module
             name = naming.clean(".".join(part for part in (key, path) if part))
             found.setdefault(id(module), (module, name or type(module).__name__))
     return found
-
-
-def _modules(model: Any) -> list[nn.Module]:
-    """All modules of what the user passed as model: one, or a list or dict of them."""
-    if isinstance(model, nn.Module):
-        return list(model.modules())
-    several = model.values() if isinstance(model, Mapping) else model if isinstance(model, (list, tuple)) else ()
-    return [module for item in several if isinstance(item, nn.Module) for module in item.modules()]
-
-
-def _alone(model: Any) -> Any:
-    """The model without what makes it wait for other ranks or spread over devices."""
-    if isinstance(model, nn.Module):
-        return naming.unwrap(model)
-    if type(model) in (list, tuple):
-        return type(model)(_alone(item) for item in model)
-    return {key: _alone(item) for key, item in model.items()} if type(model) is dict else model
 
 
 def _in_shards(module: nn.Module) -> bool:
