@@ -123,6 +123,15 @@ class Training(Protocol):
             factor: number or 0-d tensor by which the parameter's way is multiplied.
         """
 
+    def scale_rows(self, index: int, rows: Any, factors: Any) -> None:
+        """The same for single rows of one parameter; costs a copy of these rows.
+
+        Args:
+            index: of the parameter in the event.
+            rows: (r,) row numbers.
+            factors: (r,) by which each row's way is multiplied.
+        """
+
 
 @dataclass(slots=True)
 class GradientEvent:
@@ -235,6 +244,11 @@ class EmbeddingEvent:
         gradients: (r, d) the rows' gradients, or None.
         weight: the (N, d) table.
         labels: names of the rows by row number, where the user gave them.
+        padding: the table's ``padding_idx``, or None.
+        learning_rate: of the table's parameter group, or None.
+        rejected: as in GradientEvent.
+        index: of the table among the parameters of the source.
+        training: as in GradientEvent.
     """
 
     step: int
@@ -246,6 +260,11 @@ class EmbeddingEvent:
     gradients: Any = None
     weight: Any = None
     labels: Sequence[str] | None = None
+    padding: int | None = None
+    learning_rate: Any = None
+    rejected: Any = False
+    index: int = 0
+    training: Training | None = None
 
 
 @dataclass(slots=True)

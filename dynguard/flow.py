@@ -184,11 +184,8 @@ class FlowManager:
             self._delivery.put(section)
         self._say_dropped()
         text = None if error is None else f"{type(error).__name__}: {error}"
-        seconds = {name: cost.seconds for name, cost in self.overhead().items()}
-        end = RunEnd(
-            run=self.run, time=time.time(), steps=self.step, error=text, overhead=seconds,
-            dropped=self._delivery.dropped,
-        )  # fmt: skip
+        seconds, lost = {name: cost.seconds for name, cost in self.overhead().items()}, self._delivery.dropped
+        end = RunEnd(run=self.run, time=time.time(), steps=self.step, error=text, overhead=seconds, dropped=lost)
         self._delivery.put(end, True)
         self._bus.channels["on_run_end"].each(self._info(), error)
 
@@ -311,7 +308,8 @@ class FlowManager:
                 if error.name != "torch":
                     raise
                 raise MissingExtraError("torch", "torch", "watching a neural network") from error
-            self._watch = self._judge.watch = Watch(self, self._settings, self.loss_fn, self._ranks)
+            rows = bool(self._bus.embeddings.calls)
+            self._watch = self._judge.watch = Watch(self, self._settings, self.loss_fn, self._ranks, rows=rows)
         return self._watch
 
     def _watch_from_start(self, model: Any, optimizer: Any) -> None:

@@ -92,6 +92,7 @@ class Judge:
     def before(self, source: Source, loss: Any) -> None:
         """Judge the step that is about to happen, and act. Raises GradientSpikeError only on a RAISE verdict."""
         from dynguard.torch import deferred
+        from dynguard.torch.embeddings import embedding_events
         from dynguard.torch.reading import read
 
         watch = self.watch
@@ -105,6 +106,9 @@ class Judge:
         source.refresh()
         event = source.gradient_event(observed.losses, observed.batches)
         answers = [*observed.answers, *self.bus.gradients(event)]
+        if watch.lookups is not None:
+            for table in embedding_events(event, watch.lookups):
+                answers += self.bus.embeddings(table)
         if watch.keeper is not None:
             answers += watch.keeper.answers(source)
         if source.changed:

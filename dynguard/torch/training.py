@@ -49,6 +49,7 @@ class TorchTraining:
         self.loss_fn = loss_fn
         self._rates: list[tuple[dict[str, Any], Any, Any]] = []  # (group, the user's rate, what it was set to)
         self._starts: list[tuple[Tensor, Tensor, Any]] = []  # (parameter, where it starts, share of the way)
+        self._rows: list[tuple[Tensor, Tensor, Tensor, Any]] = []  # (parameter, rows, where they start, shares)
 
     @property
     def optimizer(self) -> Any:
@@ -84,19 +85,29 @@ class TorchTraining:
         parameter = self._source.parameters[index]
         self._starts.append((parameter, parameter.detach().clone(), factor))
 
+    def scale_rows(self, index: int, rows: Tensor, factors: Any) -> None:
+        """The same for single rows of one parameter."""
+        parameter = self._source.parameters[index]
+        self._rows.append((parameter, rows, parameter.detach().index_select(0, rows), factors))
+
     def settle(self) -> None:
         """The update is done: shorten the ways that are to be shortened, and give the learning rates back."""
         starts, self._starts = self._starts, []
+        ways, self._rows = self._rows, []
         with torch.no_grad():
             for parameter, start, factor in reversed(starts):
                 way = (parameter.detach() - start).mul_(factor)
                 parameter.copy_(start.add_(way))
+            for parameter, rows, start, factors in reversed(ways):
+                shares = torch.as_tensor(factors, dtype=start.dtype, device=start.device)
+                way = parameter.detach().index_select(0, rows) - start
+                parameter.index_copy_(0, rows, start + way * shares.reshape(-1, *[1] * (start.ndim - 1)))
         self.restore()
 
     def restore(self) -> None:
         """Give the learning rates back, newest change first; a rate that someone else has set since is left alone."""
         rates, self._rates = self._rates, []
-        self._starts = []
+        self._starts, self._rows = [], []
         for group, before, scaled in reversed(rates):
             if isinstance(scaled, Tensor):
                 scaled.copy_(before)

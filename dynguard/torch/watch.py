@@ -14,6 +14,7 @@ from dynguard.actions import Action
 from dynguard.findings import Evidence, Finding, Severity
 from dynguard.settings import Settings
 from dynguard.torch.distributed import Ranks, find_ranks
+from dynguard.torch.embeddings import Lookups
 from dynguard.torch.keeper import Keeper
 from dynguard.torch.names import clean, modules_by_key
 from dynguard.torch.scaling import listen
@@ -31,7 +32,13 @@ class Watch:
     """Sources by optimizer, with what can undo their steps and with the other ranks."""
 
     def __init__(
-        self, listener: Listener, settings: Settings, loss_fn: Callable[[Any, Any], Any] | None, ranks: Any
+        self,
+        listener: Listener,
+        settings: Settings,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        ranks: Any,
+        *,
+        rows: bool = False,
     ) -> None:
         self.listener = listener
         self.settings = settings
@@ -39,6 +46,7 @@ class Watch:
         self.sources: list[Source] = []
         self.keeper: Keeper | None = None
         self.ranks: Ranks | None = None
+        self.lookups: Lookups | None = Lookups(()) if rows else None
         self.tracked: dict[str, Any] = {}
         self.dropped: dict[str, list[float]] = {}  # scales at the steps that a GradScaler dropped in a row, by source
         self._wanted_ranks = ranks
@@ -82,6 +90,8 @@ class Watch:
 
     def _ready(self) -> None:
         given = self._given[0] if len(self._given) == 1 else None
+        if self.lookups is not None:
+            self.lookups.watch(m for g in self._given for m in _modules(g))
         for source in self.sources:
             source.training = TorchTraining(source, given, self.loss_fn, self.tracked)
         self.keeper = Keeper(self._models, given, self.optimizers, self.loss_fn, self.settings)
@@ -153,6 +163,8 @@ class Watch:
             source.detach()
         if self._successors is not None:
             self._successors.detach()
+        if self.lookups is not None:
+            self.lookups.detach()
         if self.keeper is not None:
             self.keeper.close()
 

@@ -1,0 +1,140 @@
+"""The embedding source: which rows of a table each step looked up, how often, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynguard.events import EmbeddingEvent, GradientEvent
+from dynguard.torch.distributed import is_sharded
+from dynguard.torch.probe import probing
+
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
+@dataclass(slots=True)
+class _Lookup:
+    ids: Tensor
+    training: bool
+
+
+class Lookups:
+    """Remembers the ids that embedding modules are given between two steps, by the identity of their weight.
+
+    A pre-hook per module keeps a reference to the ids, which costs no copy and no host read. Not counted are lookups
+    without gradients (evaluation), those of a probe, and the second forward of activation checkpointing. Where some of
+    a step's lookups came from modules in training mode, only those count (an evaluation that forgot ``no_grad``).
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._ids: dict[int, list[_Lookup]] = {}
+        self._padding: dict[int, int] = {}
+        self._handles: list[Any] = []
+        self._known: set[int] = set()
+        self.watch(modules)
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Put hooks on all embedding modules within these."""
+        for module in (m for top in modules for m in top.modules() if isinstance(m, TABLES)):
+            if id(module) not in self._known:
+                self._known.add(id(module))
+                self._handles.append(module.register_forward_pre_hook(self._seen, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._known = [], set()
+        self._ids.clear()
+
+    def _seen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        weight = module.weight
+        ids = args[0] if args else kwargs.get("input")
+        if not isinstance(ids, Tensor) or not isinstance(weight, Tensor) or not weight.requires_grad:
+            return
+        if not torch.is_grad_enabled() or probing() or torch._C._current_graph_task_id() != -1:
+            return
+        if getattr(module, "padding_idx", None) is not None:
+            self._padding[id(weight)] = int(module.padding_idx)  # type: ignore[arg-type]  # checked above
+        self._ids.setdefault(id(weight), []).append(_Lookup(ids.detach(), module.training))
+
+    def padding(self, weight: Tensor) -> int | None:
+        """The row that is padding, or None."""
+        return self._padding.get(id(weight))
+
+    def take(self, weight: Tensor) -> Tensor | None:
+        """(k,) ids looked up since the last call, repeats included; None where there were none."""
+        lookups = self._ids.pop(id(weight), [])
+        if any(lookup.training for lookup in lookups):
+            lookups = [lookup for lookup in lookups if lookup.training]
+        flat = [lookup.ids.reshape(-1) for lookup in lookups if lookup.ids.numel()]
+        if not flat:
+            return None
+        return torch.cat([ids.to(flat[0].device, torch.int64) for ids in flat])
+
+
+def embedding_events(event: GradientEvent, lookups: Lookups) -> Iterator[EmbeddingEvent]:
+    """One event per table that was looked up, or that has a sparse gradient without any lookup that was seen.
+
+    Costs what the touched rows cost, whatever the size of the table.
+    """
+    for i, weight in enumerate(event.parameters):
+        gradient = event.gradients[i]
+        ids = lookups.take(weight)
+        if ids is None and (gradient is None or gradient.layout is not torch.sparse_coo or weight.ndim != 2):
+            continue
+        if is_sharded(weight):
+            continue  # a row may live on another rank
+        rows, counts, values = _rows(ids, gradient, weight)
+        norms = torch.linalg.vector_norm(values, dim=1, dtype=_wide(values)) if values is not None else None
+        if norms is None:
+            norms = torch.zeros(rows.shape[0], device=rows.device)
+        if event.scale is not None:
+            unscale = 1.0 / event.scale.to(norms.device)
+            norms, values = norms * unscale, None if values is None else values * unscale
+        yield EmbeddingEvent(
+            step=event.step,
+            source=event.source,
+            table=event.names[i],
+            rows=rows,
+            counts=counts,
+            row_gradient_norms=norms,
+            gradients=values,
+            weight=weight.detach(),
+            padding=lookups.padding(weight),
+            learning_rate=event.learning_rates[i] if len(event.learning_rates) else None,
+            rejected=event.rejected,
+            index=i,
+            training=event.training,
+        )
+
+
+def _rows(ids: Tensor | None, gradient: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(r,) rows ascending, (r,) counts, (r, d) gradients of the rows, or None where there is no gradient."""
+    summed = gradient.coalesce() if gradient is not None and gradient.layout is torch.sparse_coo else None
+    if ids is None:
+        assert summed is not None
+        assert gradient is not None
+        rows, counts = torch.unique(gradient._indices()[0], return_counts=True)
+        return rows, counts, summed.values()
+    rows, counts = torch.unique(ids, return_counts=True)
+    rows = rows.to(weight.device)
+    counts = counts.to(weight.device)
+    if gradient is None:
+        return rows, counts, None
+    if summed is None:
+        return rows, counts, gradient.detach().index_select(0, rows)
+    have = summed.indices()[0]
+    if have.shape[0] == 0:
+        return rows, counts, weight.new_zeros((rows.shape[0], weight.shape[1]))
+    at = torch.searchsorted(have, rows).clamp_max(have.shape[0] - 1)
+    known = (have[at] == rows).unsqueeze(1)
+    return rows, counts, torch.where(known, summed.values()[at], 0.0)
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
