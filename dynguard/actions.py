@@ -64,7 +64,8 @@ class Intervention(BaseModel):
     """What was done to the run (or, in ``mode="observe"``, what would have been done), one per step and source.
 
     ``step`` counts optimizer steps from 0 (boosting rounds for trees). ``subject`` is the parameter, module, table or
-    feature that the deciding finding names. ``carried_out`` is False for a dry run.
+    feature that the deciding finding names, ``subjects`` those of all findings of the same kind. ``carried_out`` is
+    False for a dry run.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -76,6 +77,7 @@ class Intervention(BaseModel):
     reason: str = ""
     source: str = ""
     carried_out: bool = True
+    subjects: tuple[str, ...] = ()
 
 
 class Verdict(BaseModel):
@@ -88,6 +90,7 @@ class Verdict(BaseModel):
     detector: str = ""
     reason: str = ""
     carried_out: bool = True
+    subjects: tuple[str, ...] = ()
 
     def intervention(self, step: int, source: str) -> Intervention:
         """The audit record of this verdict."""
@@ -139,7 +142,10 @@ class Arbiter:
         if not findings:
             return PROCEED
         top = max(findings, key=lambda f: (f.action.rank, f.severity.rank, bool(f.subject)))
-        verdict = Verdict(action=top.action, subject=top.subject, detector=top.detector, reason=top.kind)
+        subjects = tuple(dict.fromkeys(f.subject for f in findings if f.kind == top.kind and f.subject))
+        verdict = Verdict(
+            action=top.action, subject=top.subject, detector=top.detector, reason=top.kind, subjects=subjects
+        )
         if verdict.action is Action.ROLLBACK and self.cooling and can_roll_back:
             reason = f"{verdict.reason}; rolled back only just before"
             verdict = verdict.model_copy(update={"action": Action.SKIP, "reason": reason})

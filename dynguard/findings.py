@@ -7,7 +7,7 @@ Everything here is strict JSON through pydantic: NaN and infinities are spelled 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
@@ -93,6 +93,8 @@ class Finding(_Leaving):
         detector: the plugin that says so.
         source: the optimizer or booster it is about, "" where there is one.
         prescriptions: changes to make, precise enough to carry out.
+        supersedes: kinds of which this finding is the better explanation: where another finding of the same step is of
+            such a kind and about the same subject (or about none), its action is not taken.
     """
 
     kind: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
@@ -109,6 +111,7 @@ class Finding(_Leaving):
     detector: str = ""
     source: str = ""
     prescriptions: tuple[Prescription, ...] = ()
+    supersedes: tuple[str, ...] = ()
 
     def value(self, name: str) -> Scalar:
         """The value of the evidence item called ``name``; KeyError where there is none."""
@@ -116,6 +119,20 @@ class Finding(_Leaving):
             if item.name == name:
                 return item.value
         raise KeyError(name)
+
+
+def superseded(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings of a step, with the actions of those that another one explains better lowered to WARN."""
+    better = [f for f in findings if f.supersedes]
+
+    def give_way(finding: Finding) -> Finding:
+        if not finding.action.intervenes or not any(
+            finding.kind in b.supersedes and finding.subject in ("", b.subject) for b in better if b is not finding
+        ):
+            return finding
+        return finding.model_copy(update={"action": Action.WARN})
+
+    return [give_way(f) for f in findings] if better else list(findings)
 
 
 class Table(_Leaving):

@@ -13,7 +13,7 @@ from dynguard.actions import Action, Arbiter, Intervention, Verdict
 from dynguard.bus import FAILURES, Bus
 from dynguard.errors import GradientSpikeError
 from dynguard.events import GradientEvent, LossEvent
-from dynguard.findings import Finding, Metrics, Names, Record, Severity
+from dynguard.findings import Finding, Metrics, Names, Record, Severity, superseded
 from dynguard.settings import Settings
 from dynguard.signals import Signal
 
@@ -146,7 +146,7 @@ class Judge:
         """What is known about a step that fired, and the verdict that all ranks come to."""
         watch = self.watch
         assert watch is not None
-        found = self.explain(reading.fired, event.step, source.name)
+        found = superseded(self.explain(reading.fired, event.step, source.name))
         can_roll_back = False
         if watch.keeper is not None:
             try:

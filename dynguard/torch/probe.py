@@ -73,14 +73,11 @@ class Probe:
         with self._evaluating(gradients=False):
             return self._loss().detach()
 
-    def gradients(
-        self, *, within: AbstractContextManager[Any] | None = None, create_graph: bool = False
-    ) -> list[Tensor]:
+    def gradients(self, *, within: AbstractContextManager[Any] | None = None) -> list[Tensor]:
         """The gradient at the present parameters: one tensor each, zeros where the loss does not depend on it.
 
         Args:
             within: a context in which the forward runs, e.g. one that samples the labels.
-            create_graph: so that the gradient can be differentiated once more.
 
         Raises:
             ProbeError: the loss function fails, or its loss has no gradient.
@@ -89,10 +86,29 @@ class Probe:
         with self._evaluating(gradients=True), within or nullcontext():
             try:
                 loss = self._loss()
-                found = torch.autograd.grad(loss, self.parameters, create_graph=create_graph, allow_unused=True)
+                found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
             except Exception as error:
                 raise ProbeError(f"{type(error).__name__}: {str(error)[:300]}") from error
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, found, strict=True)]
+        return [torch.zeros_like(p) if g is None else _dense(g) for p, g in zip(self.parameters, found, strict=True)]
+
+    def products(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """The Hessian times a vector in the shapes of the parameters, by differentiating the gradient once more.
+
+        Raises:
+            ProbeError: also where an operation has no second derivative (fused attention kernels).
+        """
+        self.evaluations += 2
+        with self._evaluating(gradients=True):
+            try:
+                first = torch.autograd.grad(self._loss(), self.parameters, create_graph=True, allow_unused=True)
+                pairs = [(g, v) for g, v in zip(first, vectors, strict=True) if g is not None and g.requires_grad]
+                along = [torch.sum(g * v) for g, v in pairs]
+                found = torch.autograd.grad(along, self.parameters, allow_unused=True) if along else ()
+            except Exception as error:
+                raise ProbeError(f"{type(error).__name__}: {str(error)[:300]}") from error
+        if not found:
+            return [torch.zeros_like(p) for p in self.parameters]
+        return [torch.zeros_like(p) if h is None else h for p, h in zip(self.parameters, found, strict=True)]
 
     def _loss(self) -> Tensor:
         loss = self.loss_fn(self.model, self.batch)
@@ -104,6 +120,10 @@ class Probe:
     def _evaluating(self, *, gradients: bool) -> Iterator[None]:
         with as_probe(), unchanged(self._modules, self.batch, gradients=gradients):
             yield
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
 
 def all_modules(model: Any) -> list[nn.Module]:

@@ -195,10 +195,15 @@ class Baseline:
         fresh.count[layers + 1 :] = self.count[self.layers + 1 :]
         return fresh
 
-    def move_to(self, x: Any) -> None:
-        """Take the present values ``x`` as the new level: the regime has changed."""
+    def move_to(self, x: Any, channels: Sequence[int] | None = None) -> None:
+        """Take the present values ``x`` (of these channels only) as the new level: the regime has changed."""
         xp = namespace(x)
-        self.level = xp.where(xp.isfinite(x), x, self.level)
+        moved = xp.isfinite(x)
+        if channels is not None:
+            chosen = xp.zeros_like(moved)
+            chosen[list(channels)] = True
+            moved = moved & chosen
+        self.level = xp.where(moved, x, self.level)
 
     def state_dict(self) -> dict[str, Any]:
         """All numbers, as lists."""

@@ -62,6 +62,7 @@ class Watched:
         self.bounds: Any = None
         self.told = False
         self.batches = SameBatch()
+        self.names: tuple[str, ...] = ()
         self.full_batch = False  # a step that was held back has come again to the digit: there is one batch only
 
     @property
@@ -117,6 +118,7 @@ class Spike:
         norms, total, loss = local(event.norms), local(event.global_norm), local(event.loss)
         with np.errstate(all="ignore"):
             watched = self._settled(event, norms, loss)
+            watched.names = event.names
             same = watched.batches.see(event.batches) or watched.full_batch
             x, bad = self._channels(norms, total, loss, watched)
             score = watched.baseline.score(x)
@@ -253,11 +255,17 @@ class Spike:
 
     @hookimpl
     def on_intervention(self, intervention: Intervention) -> None:
-        """When the policy accepts a new regime, the present values become the level."""
+        """When a new regime is accepted, of all layers or of some that woke up, the present values become the level."""
         watched = self._watched.get(intervention.source)
-        if intervention.action is Action.PROCEED and watched is not None and watched.pending is not None:
+        if watched is None or watched.pending is None:
+            return
+        if intervention.action is Action.PROCEED:
             watched.baseline.move_to(watched.pending["x"])
             watched.pending = None
+        elif intervention.reason == "update_spike" and intervention.action.intervenes:
+            # layers that woke up: their gradients are ordinary from here on
+            woken = [i for i, name in enumerate(watched.names) if name in intervention.subjects]
+            watched.baseline.move_to(watched.pending["x"], woken)
 
     def _chosen(self, watched: Watched) -> str:
         return ", ".join(f"{n} z > {t.value:.3g}" for n, t in zip(STREAMS, watched.thresholds, strict=True))
