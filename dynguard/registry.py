@@ -23,7 +23,7 @@ from dynguard.options import option_table, validated
 GROUP = "dynguard"
 PRESETS: dict[str, tuple[str, ...]] = {
     "default": ("spike", "health", "console", "history"),
-    "deep": ("spike", "health", "eos", "precursor", "console", "history"),
+    "deep": ("spike", "health", "eos", "precursor", "flow", "console", "history"),
 }
 # Libraries whose absence is mended by an extra of this distribution.
 EXTRAS = {

@@ -19,9 +19,12 @@ from torch import Tensor
 from dynguard.torch.probe import Probe, ProbeError
 
 Method = Literal["finite_difference", "double_backward"]
-# Step of the difference in units of the weights' norm: the root of float32's precision, where its two errors meet.
-STEP = {torch.float64: 1e-6}
-NARROW_STEP = 2e-3
+# Step of the difference in units of the weights' norm: the root of the precision, where rounding (precision / step) and
+# truncation (step) meet. Measured at 300 steps of a cross-entropy MLP: 2e-3 was 4 % low, 4e-4 1 %, 1e-4 0.2 %.
+STEP = {torch.float64: 1e-7}
+NARROW_STEP = 3.5e-4
+COARSER = 8.0  # a longer step for losses that are evaluated at half precision (autocast)
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +37,7 @@ class Sharpness:
         gradients: gradient evaluations spent.
         vector: (d,) v, to start from the next time.
         method: how the products were made.
+        coarse: whether the step of the difference had to be made longer, because of rounding in the loss.
     """
 
     value: float
@@ -41,6 +45,7 @@ class Sharpness:
     gradients: int
     vector: Tensor
     method: Method
+    coarse: bool = False
 
 
 class Curvature:
@@ -52,6 +57,10 @@ class Curvature:
         decay: entries of the diagonal W by parameter (coupled weight decay adds to the Hessian).
         method: ``finite_difference`` costs one gradient per product and one in all; ``double_backward`` about two per
             product, and kernels without a second derivative (fused attention) refuse it.
+        step: of the difference in units of the weights' norm; by default the root of their precision.
+
+    Raises:
+        ProbeError: there is nothing to move, or weights in half precision, whose rounding drowns a difference.
     """
 
     def __init__(
@@ -61,14 +70,21 @@ class Curvature:
         scales: Sequence[Any] | None = None,
         decay: Sequence[float] | None = None,
         method: Method = "finite_difference",
+        step: float | None = None,
     ) -> None:
         self._probe = probe
         self.method: Method = method
         parameters = probe.parameters
+        if not any(p.numel() for p in parameters):
+            raise ProbeError("no parameter has any entries")
+        if method == "finite_difference" and any(p.dtype in HALF for p in parameters):
+            raise ProbeError("weights in half precision can't be moved finely enough for a difference of gradients")
         self._decay = list(decay or [0.0] * len(parameters))
         self._base: list[Tensor] | None = None
         wide = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
         self._dtype = wide
+        self._device = parameters[0].device
+        self.step = step or STEP.get(wide, NARROW_STEP)
         self._roots = [_root(s, wide) for s in scales or [None] * len(parameters)]
         self.size = sum(p.numel() for p in parameters)
 
@@ -77,21 +93,20 @@ class Curvature:
         scaled = [v * r for v, r in zip(self._split(vector), self._roots, strict=True)]
         found = self._double(scaled) if self.method == "double_backward" else self._difference(scaled)
         parts = [
-            ((h.to(self._dtype) + w * s) * r).flatten()
+            ((h.to(self._dtype) + w * s) * r).flatten().to(self._device)
             for h, s, r, w in zip(found, scaled, self._roots, self._decay, strict=True)
         ]
         return torch.cat(parts)
 
     def start(self, seed: int = 0) -> Tensor:
         """(d,) a random unit vector, the same for the same seed."""
-        device = self._probe.parameters[0].device
         random = torch.Generator().manual_seed(seed)
-        vector: Tensor = torch.randn(self.size, generator=random, dtype=self._dtype).to(device)
+        vector: Tensor = torch.randn(self.size, generator=random, dtype=self._dtype).to(self._device)
         return torch.nn.functional.normalize(vector, dim=0)
 
     def _split(self, vector: Tensor) -> list[Tensor]:
         parts: Sequence[Tensor] = torch.split(vector, [p.numel() for p in self._probe.parameters])
-        return [v.view(p.shape) for v, p in zip(parts, self._probe.parameters, strict=True)]
+        return [v.view(p.shape).to(p.device) for v, p in zip(parts, self._probe.parameters, strict=True)]
 
     def _double(self, vectors: list[Tensor]) -> list[Tensor]:
         return self._probe.products([v.to(p.dtype) for v, p in zip(vectors, self._probe.parameters, strict=True)])
@@ -102,7 +117,7 @@ class Curvature:
         length = _norm(vectors)
         if not 0 < length < math.inf:
             raise ProbeError("the direction of the next product is zero or not finite")
-        step = STEP.get(self._dtype, NARROW_STEP) * max(1.0, _norm(self._probe.parameters)) / length
+        step = self.step * max(1.0, _norm(self._probe.parameters)) / length
         with _moved(self._probe.parameters, vectors, step):
             there = self._probe.gradients()
         return [(a.to(self._dtype) - b.to(self._dtype)) / step for a, b in zip(there, self._base, strict=True)]
@@ -116,7 +131,8 @@ def sharpness(
     Args:
         curvature: the matrix.
         start: the vector of an earlier measurement nearby; without one, up to ``restarts`` rounds of at least 8
-            products are made until the residual is below ``tolerance``.
+            products are made until the residual is below ``tolerance``, the last of them with a longer difference
+            where those before left more than four times that (rounding in the loss).
         products: products of a warm-started measurement; with finite differences one gradient more is spent.
         tolerance: relative residual that ends a cold measurement.
 
@@ -128,11 +144,15 @@ def sharpness(
     vector = start if warm and start is not None else curvature.start()
     rounds, steps = (1, products) if warm else (restarts, max(products, 8))
     value = residual = math.nan
-    for _ in range(rounds):
+    coarse = False
+    for k in range(rounds):
+        if k and k == rounds - 1 and residual > 4 * tolerance and curvature.method == "finite_difference":
+            curvature.step *= COARSER
+            coarse = True
         value, residual, vector = _lanczos(curvature, vector, min(steps, curvature.size))
         if residual <= tolerance:
             break
-    return Sharpness(value, residual, curvature._probe.evaluations - spent, vector, curvature.method)
+    return Sharpness(value, residual, curvature._probe.evaluations - spent, vector, curvature.method, coarse)
 
 
 def _lanczos(curvature: Curvature, start: Tensor, steps: int) -> tuple[float, float, Tensor]:
@@ -158,7 +178,7 @@ def _lanczos(curvature: Curvature, start: Tensor, steps: int) -> tuple[float, fl
     value, weights = float(values[-1]), vectors[:, -1].to(q)
     vector, image = weights @ q, weights @ a
     off = float((image - value * vector).norm())
-    return value, off / abs(value) if value else math.inf, vector / vector.norm()
+    return value, off / abs(value) if value else math.inf if off else 0.0, vector / vector.norm()
 
 
 @contextmanager
@@ -177,7 +197,11 @@ def _moved(parameters: Sequence[Tensor], vectors: Sequence[Tensor], step: float)
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.detach().float()) for t in tensors])))
+    return math.hypot(*(float(torch.linalg.vector_norm(t.detach(), dtype=_wide(t))) for t in tensors if t.numel()))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _root(scale: Any, dtype: torch.dtype) -> Any:

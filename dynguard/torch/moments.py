@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynguard.arrays import local
+
 # How each optimizer names its running mean of gradients and of their squares.
 FIRST = ("exp_avg", "momentum_buffer", "grad_avg")
 SECOND = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum", "exp_inf")
@@ -35,6 +37,8 @@ class Moments:
         beta1, beta2: decay of the two means; 0.0 where there is no such mean.
         eps: what is added to the root of the second moment.
         corrected: whether the optimizer divides the means by ``1 - beta ** step``.
+        name: under which the second moment is stored, "" if there is none: ``exp_inf`` is a largest magnitude and
+            ``sum`` a sum of squares, the others are running means of squares.
     """
 
     first: Tensor | None
@@ -44,6 +48,7 @@ class Moments:
     beta2: float
     eps: float
     corrected: bool
+    name: str = ""
 
     @property
     def correction1(self) -> Any:
@@ -63,10 +68,15 @@ class Moments:
         return 1.0 - beta ** max(float(self.step), 1.0)
 
     def variance(self) -> Tensor | None:
-        """The bias-corrected second moment, in float32 or wider, or None."""
+        """The bias-corrected second moment, real, in float32 or wider, or None; the square of Adamax's largest."""
         if self.second is None:
             return None
-        wide = self.second if self.second.dtype == torch.float64 else self.second.float()
+        second = self.second
+        if second.is_complex():  # torch keeps the squares of real and imaginary parts apart
+            second = torch.view_as_real(second).sum(-1)
+        wide = second if second.dtype == torch.float64 else second.float()
+        if self.name == "exp_inf":  # never corrected: it starts at the first gradient
+            return wide.square()
         # the largest corrected one is what AMSGrad divides by, and torch corrects it by the present step
         correction = self.correction2
         return wide / (correction.to(wide.device) if isinstance(correction, Tensor) else correction)
@@ -85,7 +95,7 @@ def moments(optimizer: Any, parameter: Any, group: Mapping[str, Any]) -> Moments
         return None
     beta1, beta2 = _betas(group)
     adam_like = "exp_avg_sq" in state or "exp_inf" in state or any(name in state for name in FACTORED)
-    first, second = _tensor(state, FIRST, parameter), _tensor(state, SECOND, parameter)
+    first, second, name = _tensor(state, FIRST, parameter)[0], *_tensor(state, SECOND, parameter)
     return Moments(
         first=first,
         second=second,
@@ -94,6 +104,7 @@ def moments(optimizer: Any, parameter: Any, group: Mapping[str, Any]) -> Moments
         beta2=beta2 if second is not None else 0.0,
         eps=float(group["eps"]) if isinstance(group.get("eps"), (int, float)) else 0.0,
         corrected=adam_like and "betas" in group,
+        name=name,
     )
 
 
@@ -153,18 +164,18 @@ def _betas(group: Mapping[str, Any]) -> tuple[float, float]:
     return float(group.get("momentum") or 0.0), float(group.get("alpha") or group.get("rho") or 0.0)
 
 
-def _tensor(state: Mapping[str, Any], names: tuple[str, ...], parameter: Any) -> Tensor | None:
+def _tensor(state: Mapping[str, Any], names: tuple[str, ...], parameter: Any) -> tuple[Tensor | None, str]:
     for name in names:
         value = state.get(name)
         if isinstance(value, Tensor) and value.shape == parameter.shape:
-            return value
-    return None
+            return value, name
+    return None, ""
 
 
 def _count(state: Mapping[str, Any]) -> Any:
     """The step count: a number where that costs no read, else the 0-d tensor."""
     for key in ("step", "steps"):
         if key in state:
-            value = state[key]
-            return value if isinstance(value, Tensor) and value.device.type != "cpu" else float(value)
+            value = local(state[key])
+            return value if isinstance(value, Tensor) else float(value)
     return 0.0

@@ -68,13 +68,16 @@ class TorchTraining:
 
     def scale_learning_rate(self, factor: Any) -> None:
         """Multiply all learning rates for the coming update only."""
+        shared: set[int] = set()  # torch gives all groups the one tensor that it was made with
         for group in self.optimizer.param_groups:
             rate = group.get("lr")
-            if rate is None:
+            if rate is None or id(rate) in shared:
                 continue
             if isinstance(rate, Tensor):  # in place: a captured graph reads this very tensor
-                self._rates.append((group, rate.clone(), rate))
-                rate.mul_(factor.to(rate.device) if isinstance(factor, Tensor) else factor)
+                shared.add(id(rate))
+                with torch.no_grad():
+                    self._rates.append((group, rate.clone(), rate))
+                    rate.mul_(factor.to(rate.device) if isinstance(factor, Tensor) else factor)
             else:
                 scaled = rate * (factor if not isinstance(factor, Tensor) else float(factor))
                 self._rates.append((group, rate, scaled))
@@ -110,7 +113,8 @@ class TorchTraining:
         self._starts, self._rows = [], []
         for group, before, scaled in reversed(rates):
             if isinstance(scaled, Tensor):
-                scaled.copy_(before)
+                with torch.no_grad():
+                    scaled.copy_(before)
             elif group.get("lr") == scaled:
                 group["lr"] = before
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -55,7 +55,8 @@ class Precursor:
 
     The repair touches the layers concerned only: ``moment_reset`` starts their moments and step counters afresh, so
     that the bias correction works again (the next updates are at most the learning rate per coordinate);
-    ``update_clip`` divides their update by its RMS, as StableAdamW does. Optimizers without bias correction (RMSprop)
+    ``update_clip`` divides their first update by its RMS, as StableAdamW does, and no later one.
+    Optimizers without bias correction (RMSprop)
     always get the latter. A layer that is repaired this way is not also skipped by ``spike``.
 
     **Growing logits** (``logit_growth``): see :class:`~dynguard_plugins.stability.precursor_logits.Logits`.
@@ -107,57 +108,63 @@ class Precursor:
             fired = (peak > self.peak) & (ratio > STALE) & (share < QUIET) & (rise < ORDINARY)
             top = peak.max() if len(norms) else 0.0
             watched.largest = np.maximum(watched.largest, top) if isinstance(peak, np.ndarray) else top
+        parameters = event.parameters  # a late event has let go of them
         return Signal(
             top,
             fired,
-            lambda: self._explain(event, watched, fired, ratio),
+            lambda: self._explain(event, parameters, watched, fired, ratio),
             action=Action.WARN
             if self.repair == "none"
             else Action.SKIP,  # deferred: dropped, and repaired a step later
             drop=None if self.repair == "none" else fired,
         )
 
-    def _explain(self, event: GradientEvent, watched: Watched, fired: Any, ratio: Any) -> Iterator[Finding]:
+    def _explain(
+        self, event: GradientEvent, parameters: Sequence[Any], watched: Watched, fired: Any, ratio: Any
+    ) -> Iterator[Finding]:
         hits = [i for i, hit in enumerate(fired.tolist()) if hit]
         ratios = ratio.tolist()
         repairs = []
         for i in hits:
             now, then, share = exact(event, i, AHEAD[-1])
-            if not then > SURE * self.peak:
+            if then <= SURE * self.peak:  # NaN where the gradient is gone (deferred reads): the norms decide
                 continue
-            repairs.append((i, event.parameters[i], now))
+            repairs.append((i, parameters[i], now))
             name = event.names[i]
             if self.repair == "none" and event.step - watched.told.get(name, -AGAIN) < AGAIN:
                 continue
             watched.told[name] = event.step
-            yield self._finding(event, i, ratios[i], now, then, share)
+            yield self._finding(event, i, parameters[i].numel(), (ratios[i], now, then, share))
         if repairs and event.training is not None and self.repair != "none":
             watched.pending = (event.step, event.training, repairs)
 
     def _finding(
-        self, event: GradientEvent, index: int, ratio: float, now: float, then: float, share: float
+        self, event: GradientEvent, index: int, count: int, numbers: tuple[float, float, float, float]
     ) -> Finding:
+        ratio, now, then, share = numbers
         name, repairs = event.names[index], self.repair != "none"
-        count = event.parameters[index].numel()
         evidence = {
             "update_rms": now, "update_rms_to_come": then, "entries_out_of_line": share,
             "gradient_over_root_second_moment": min(ratio, 1e30), "gradient_norm": float(event.norms[index]),
             "global_norm": float(event.global_norm), "entries": count,
         }  # fmt: skip
+        grows = "would be out of line: "
+        if math.isfinite(now):
+            grows = f"is {now:.3g} learning rates per coordinate and would grow to {then:.3g}: "
         return Finding(
             kind="update_spike",
             severity=Severity.ERROR if repairs else Severity.WARNING,
             step=event.step,
             subject=name,
             action=Action.CLIP if repairs else Action.WARN,
-            premise=f"the update of {name!r} is {now:.3g} learning rates per coordinate and would grow to {then:.3g}: "
-            f"its gradient is {min(ratio, 1e30):.3g} times what its second moment remembers, after a quiet stretch, "
+            premise=f"the update of {name!r} {grows}its gradient is {min(ratio, 1e30):.3g} times "
+            f"what its second moment remembers, after a quiet stretch, "
             "while the global norm is ordinary",
             implies="the optimizer's second moment is stale and its step counter too old for the bias correction: the "
             "loss would spike some steps later",
             expected_effect=_EFFECT.get(self.repair, ""),
             confidence=share if math.isfinite(share) else None,
-            evidence=tuple(Evidence(name=n, value=v) for n, v in evidence.items()),
+            evidence=tuple(Evidence(name=n, value=v) for n, v in evidence.items() if math.isfinite(v)),
             supersedes=("grad_spike", "loss_spike") if repairs else (),
         )
 
@@ -179,7 +186,7 @@ class Precursor:
             name = watched.names[i]
             watched.repaired[name] = watched.repaired.get(name, 0) + 1
             if self.repair == "update_clip" or can_reset(training.optimizer, parameter):
-                training.scale_update(i, 1.0 / max(1.0, now))
+                training.scale_update(i, 1.0 / now if now > 1.0 else 1.0)
             else:
                 reset_moments(training.optimizer, parameter)
                 done.append(i)

@@ -183,10 +183,12 @@ def exact(event: GradientEvent, index: int, ahead: int) -> tuple[float, float, f
     """
     from dynguard.torch.moments import moments
 
-    training, gradient = event.training, event.gradients[index]
-    assert training is not None
+    training = event.training
+    gradient = event.gradients[index] if index < len(event.gradients) else None
+    if gradient is None or training is None or index >= len(event.parameters):
+        return math.nan, math.nan, math.nan
     kept = moments(training.optimizer, event.parameters[index], training.optimizer.param_groups[training.groups[index]])
-    if kept is None or kept.second is None or gradient is None or gradient.is_sparse:
+    if kept is None or kept.second is None or gradient.is_sparse:
         return math.nan, math.nan, math.nan
     g = gradient.detach().double()
     if event.scale is not None:

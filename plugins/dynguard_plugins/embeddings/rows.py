@@ -1,0 +1,201 @@
+"""``rows``: accounts for every row of every embedding table: which are dead, moved, fought over or decaying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from dynguard import Finding, Section, hookimpl, validated
+
+if TYPE_CHECKING:
+    from dynguard.events import EmbeddingEvent
+    from dynguard_plugins.embeddings.ledger import Columns, Ledger
+
+
+@dataclass(slots=True)
+class Table:
+    """One table under watch."""
+
+    ledger: Ledger
+    source: str
+    name: str
+    weight: Any = None
+    padding: int | None = None
+    pad_start: Any = None
+    labels: Sequence[str] | None = None
+    step: int = 0
+    oscillating: int = 0
+    decays: bool = True  # unless the optimizer says that it does not
+
+
+class Rows:
+    """Keeps 15 bytes for every row of an embedding table, and tells at ``diagnose`` what has become of the rows.
+
+    Found are rows never looked up (``dead_rows``), rows that move though nothing looks them up any more
+    (``zombie_rows``, ``decay_without_gradient``), rows whose gradients are strong and cancel (``oscillating_rows``) and
+    a padding row that does not stay where it is (``pad_row_moves``).
+
+    Cost of a step: for r touched rows of width d, 2 reads of their weights, one of their gradients, 5 r d
+    multiplications and 15 r bytes read and written, twice; about 50 small operations and no host read. Memory: 15 bytes
+    a row, and 2 d weights for each row that is followed exactly (needed for rows that move unseen): all rows of a
+    table that fits into ``exact_bytes``, else as many as 1 byte a row pays for.
+
+    Args:
+        labels: names of rows by table, e.g. ``{"item.weight": ["Up", "Alien"]}``.
+        false_discovery_rate: of oscillating and zombie rows among those named.
+        least_steps: steps that a table is watched before anything is said about it.
+        most_rows: how many rows a finding lists.
+        exact_bytes: a table whose rows can all be followed exactly within so much memory has them followed.
+        follow: how many rows are followed exactly in a larger table.
+        top: how many rows the report's tables show.
+    """
+
+    @validated
+    def __init__(
+        self,
+        *,
+        labels: Mapping[str, Sequence[str]] | None = None,
+        false_discovery_rate: Annotated[float, Field(gt=0, lt=1)] = 0.01,
+        least_steps: Annotated[int, Field(ge=1)] = 100,
+        most_rows: Annotated[int, Field(ge=1)] = 10_000,
+        exact_bytes: Annotated[int, Field(ge=0)] = 2**18,
+        follow: Annotated[int | None, Field(ge=1)] = None,
+        top: Annotated[int, Field(ge=1)] = 20,
+    ) -> None:
+        self.labels = dict(labels or {})
+        self.false_discovery_rate = false_discovery_rate
+        self.least_steps = least_steps
+        self.most_rows = most_rows
+        self.exact_bytes = exact_bytes
+        self.follow = follow
+        self.top = top
+        self._tables: dict[tuple[str, str], Table] = {}
+        self._told: dict[tuple[str, ...], list[int]] = {}
+        self._saved: dict[tuple[str, str], Mapping[str, Any]] = {}
+
+    @hookimpl
+    def on_embeddings(self, event: EmbeddingEvent) -> None:
+        """Enter the step into the table's ledger."""
+        if getattr(event.weight, "ndim", 0) != 2 or not hasattr(event.weight, "index_select"):
+            return
+        table = self._table(event)
+        table.weight, table.step = event.weight, event.step
+        table.decays = _decays(event)
+        table.labels = event.labels or self.labels.get(event.table)
+        rejected = event.rejected
+        ok = rejected.logical_not() if hasattr(rejected, "logical_not") else not rejected
+        table.ledger.see(event.step, event.rows, event.counts, event.gradients, event.weight, ok)
+
+    @hookimpl
+    def diagnose(self) -> Iterable[Finding]:
+        """What the ledgers show of each table that has been watched for long enough."""
+        from dynguard_plugins.embeddings import rows_telling
+
+        for table in self._tables.values():
+            if table.ledger.steps < self.least_steps or table.weight is None:
+                continue
+            columns = table.ledger.columns()
+            found = rows_telling.findings(table, columns, level=self.false_discovery_rate, most_rows=self.most_rows)
+            yield from self._news(table, found)
+
+    @hookimpl
+    def summarize(self) -> Section | None:
+        """Exposure of all tables, and the rows that move most for how often they are seen."""
+        from dynguard import Table as Shown
+        from dynguard_plugins.embeddings import rows_report
+
+        tables = [table for table in self._tables.values() if table.ledger.steps > 0]
+        if not tables:
+            return None
+        shown, figures, first = [], [], []
+        for table in tables:
+            columns = table.ledger.columns()
+            first.append(rows_report.overview(table.name, columns, table.ledger.steps, table.oscillating))
+            shown.append(rows_report.fastest(table.name, columns, table.labels, self.top))
+            figures += [rows_report.lorenz(table.name, columns.exposures), rows_report.speeds(table.name, columns)]
+        whole = Shown(columns=rows_report.OVERVIEW, rows=tuple(first))
+        return Section(
+            title="Embedding rows",
+            text="Look-ups count repeats within a batch. Velocity is the length of a row's way in the step of a visit.",
+            tables=(whole, *(t for t in shown if t is not None)),
+            figures=tuple(f for f in figures if f is not None),
+        )
+
+    def ledger(self, table: str, source: str = "") -> Ledger:
+        """The ledger of a table, for other tools; KeyError where it has not been looked up yet."""
+        return self._tables[source, table].ledger
+
+    def columns(self, table: str, source: str = "") -> Columns:
+        """A table's ledger as numpy arrays, one entry a row."""
+        return self.ledger(table, source).columns()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All ledgers as numbers and strings."""
+        tables = [
+            {
+                "source": t.source, "name": t.name, "padding": t.padding, "step": t.step,
+                "ledger": t.ledger.state_dict(),
+                "pad_start": None if t.pad_start is None else t.pad_start.double().tolist(),
+            }
+            for t in self._tables.values()
+        ]  # fmt: skip
+        return {
+            "tables": [*tables, *self._saved.values()],
+            "told": [[list(key), rows] for key, rows in self._told.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up ``state_dict()``; each table is matched by its name when it is next looked up."""
+        self._tables = {}
+        self._saved = {(saved["source"], saved["name"]): saved for saved in state["tables"]}
+        self._told = {tuple(key): list(rows) for key, rows in state["told"]}
+
+    def _table(self, event: EmbeddingEvent) -> Table:
+        from dynguard_plugins.embeddings.ledger import Ledger
+
+        key = event.source, event.table
+        table, weight = self._tables.get(key), event.weight
+        fits = table is not None and table.ledger.width == weight.shape[1] and len(table.ledger) <= weight.shape[0]
+        if table is None or not fits or table.ledger.device != weight.device:
+            table = Table(Ledger(weight, exact_bytes=self.exact_bytes, follow=self.follow), event.source, event.table)
+            saved = self._saved.pop(key, None)
+            if saved is not None and (saved["ledger"]["width"], saved["ledger"]["rows"]) == (
+                weight.shape[1], weight.shape[0]
+            ):  # fmt: skip
+                _take_up(table, saved, weight)
+            self._tables[key] = table
+        if event.padding is not None and table.pad_start is None and 0 <= event.padding < weight.shape[0]:
+            table.padding, table.pad_start = event.padding, weight[event.padding].clone()
+        return table
+
+    def _news(self, table: Table, found: Iterable[Finding]) -> Iterator[Finding]:
+        """Those that say something new: the first of their kind, or one of whose rows a twentieth was not told last."""
+        for finding in found:
+            count = int(finding.value("rows") or 0)
+            if finding.kind == "oscillating_rows":
+                table.oscillating = count
+            reason = str(finding.value("reason")) if finding.kind == "dead_rows" else ""
+            key = (table.source, table.name, finding.kind, reason)
+            told = self._told.get(key)
+            if told is None or len(set(told).symmetric_difference(finding.rows)) > 0.05 * len(told):
+                self._told[key] = list(finding.rows)
+                yield finding
+
+
+def _decays(event: EmbeddingEvent) -> bool:
+    training = event.training
+    if training is None:
+        return True
+    group = training.optimizer.param_groups[training.groups[event.index]]
+    return not isinstance(group.get("weight_decay"), int | float) or group["weight_decay"] > 0
+
+
+def _take_up(table: Table, saved: Mapping[str, Any], weight: Any) -> None:
+    from dynguard_plugins.embeddings.ledger import Ledger
+
+    table.ledger = Ledger.from_state(saved["ledger"], weight.device)
+    if saved["pad_start"] is not None:
+        table.padding, table.pad_start = saved["padding"], weight.new_tensor(saved["pad_start"])
