@@ -102,7 +102,7 @@ class Sparse:
     def step(self) -> None:
         ids = self.ids[self.at % len(self.ids)]
         self.at += 1
-        F.softplus(self.model(ids)).mean().backward()
+        F.softplus(self.model(ids)).mean().backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -202,11 +202,11 @@ def truth(name: str, batch: int, seed: int, epochs: int, version: str | None, fo
     data = torch.from_numpy(users), torch.from_numpy(items), torch.from_numpy(labels).float()
     losses, start = [], time.perf_counter()
     for _ in range(epochs):
-        for user, item, label in zip(*(d.split(batch) for d in data), strict=True):
+        for user, item, label in zip(*(d.split(batch) for d in data), strict=True):  # type: ignore[no-untyped-call] # torch leaves it untyped
             score = (model["user"](user) * model["item"](item)).sum(1)
             loss = F.softplus(-score * label).mean()
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
             optimizer.step()
             losses.append(loss.detach())
             if tracker:
@@ -252,14 +252,14 @@ def main() -> None:
                 for rows in args.rows:
                     peers = args.peers if rows <= 1_000_000 else []  # a step of theirs takes seconds, and 10 GB
                     key = f"cost {name} {rows}"
-                    results.once(key, lambda r=rows, n=name, p=peers: cost(r, n, args.rounds, p, folder()))  # type: ignore[misc]
+                    results.once(key, lambda r=rows, n=name, p=peers: cost(r, n, args.rounds, p, folder()))  # type: ignore[misc, no-untyped-call] # as above
             return
         for name in args.optimizers or list(RATES):
             for batch in args.batches:
                 for seed in args.seeds:
                     for version in (None, *args.peers):
                         key = f"truth {name} {batch} {seed} {version or 'dynguard'}"
-                        work = lambda n=name, b=batch, s=seed, v=version: truth(n, b, s, args.epochs, v, folder())  # noqa: E731
+                        work = lambda n=name, b=batch, s=seed, v=version: truth(n, b, s, args.epochs, v, folder())  # type: ignore[no-untyped-call] # torch leaves it untyped  # noqa: E731
                         results.once(key, work)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ def main() -> None:
     seeds = options.seeds[:1] if options.quick else options.seeds
     shorter = 4 if options.quick else 1
 
-    def run(rates: dict[str, tuple[float, ...]], few: list[int]) -> list[Trace]:
+    def run(rates: Mapping[str, tuple[float, ...]], few: list[int]) -> list[Trace]:
         return [
             follow(method, lr, seed, STEPS[method] // shorter)
             for method, values in rates.items()

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from language import UNIFORM, LanguageModel, batches, corrupted, held_out_loss, loss_of
 
+from benchmarks.language import UNIFORM, LanguageModel, batches, corrupted, held_out_loss, loss_of
 from dynguard import FlowManager
 
 STEPS, WARMUP, BATCH = 400, 40, 16
@@ -114,7 +114,7 @@ def run(arm: str, lr: float, seed: int, spiked: bool, steps: int = STEPS) -> dic
             if flow is not None:
                 flow.observe(loss=loss, batch=batch)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
             if spike is not None and spike.kind != "batch":
                 plant(model, spike)
             if arm == BASELINE:
@@ -185,7 +185,7 @@ class Line:
 
 def lines(runs: dict[Key, dict[str, Any]]) -> Iterator[Line]:
     """Means and paired differences, Holm-corrected over all arms and rates of one condition."""
-    from scipy import stats
+    from scipy import stats  # type: ignore[import-untyped] # scipy ships no types
 
     for spiked in (True, False):
         found = []

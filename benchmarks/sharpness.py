@@ -209,7 +209,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, 4 width) -> (n, 4)."""
-        tokens = x.unflatten(1, (4, -1))
+        tokens = x.unflatten(1, (4, -1))  # type: ignore[no-untyped-call] # torch leaves it untyped
         q, k, v = self.qkv(tokens).chunk(3, dim=-1)
         weights = (q @ k.transpose(1, 2) / k.shape[-1] ** 0.5).softmax(-1)
         found: Tensor = self.head(torch.tanh(tokens + self.out(weights @ v)).mean(1))
