@@ -2,10 +2,14 @@
 
 import copy
 import math
+import os
+import socket
+import traceback
 
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -299,12 +303,56 @@ def test_sparse_half_empty_and_missing_gradients(watch):
     assert bool((p[3] == 1).all())
 
 
+@pytest.mark.parametrize("gamma", [0.3, 0.9, 0.999])
+def test_a_gradient_that_never_changes_is_never_clipped(gamma):
+    p = shapes()
+    optimizer = torch.optim.SGD(p, lr=0.1)
+    spam = Spam(gamma=gamma, **QUIET)
+    for step in range(300):
+        for q, g in zip(p, gradients(1)[0], strict=True):
+            q.grad = g
+        spam.adjust_gradients(event_of(optimizer, step))
+    assert spam._watched[""].clip.clipped == 0
+
+
+def test_a_second_moment_that_is_broken_or_too_small_for_half_precision_spares_the_gradient():
+    p = nn.Parameter(torch.zeros(3).half())
+    optimizer = torch.optim.Adam([p])
+    second = torch.tensor([math.nan, 1e-24, 1e-24])
+    optimizer.state[p] = {"step": torch.tensor(9000.0), "exp_avg": torch.zeros(3), "exp_avg_sq": second}
+    p.grad = torch.tensor([2.0, 3.0, -3.0]).half()
+    Spam().adjust_gradients(event_of(optimizer, 5))
+    assert p.grad[0] == 2.0
+    assert 0.0 < float(p.grad[1]) < 1e-3
+    assert float(p.grad[2]) == -float(p.grad[1])
+
+
+def test_large_models_are_clipped_in_portions(monkeypatch):
+    from dynguard_plugins.stability import spam_clip
+
+    ends, calls = [], []
+    for at_once in (1 << 22, 22):
+        monkeypatch.setattr(spam_clip, "AT_ONCE", at_once)
+        p = shapes()
+        optimizer = torch.optim.Adam(p)
+        walk(p, optimizer, gradients(3))
+        sqrt = torch._foreach_sqrt
+        monkeypatch.setattr(torch, "_foreach_sqrt", lambda v, f=sqrt: calls.append(len(v)) or f(v))
+        for q, g in zip(p, gradients(1, seed=4, size=1e3)[0], strict=True):
+            q.grad = g
+        Spam().adjust_gradients(event_of(optimizer, 3))
+        monkeypatch.setattr(torch, "_foreach_sqrt", sqrt)
+        ends.append([q.grad for q in p])
+    assert calls == [3, 1, 2]
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
 def test_a_dropped_update_is_not_learned():
     """Where reads are deferred, the device drops an update after it was clipped, and says so a step later."""
     p = shapes(1)
     optimizer = torch.optim.SGD(p, lr=0.1)
     ends = []
-    for dropped in (False, torch.tensor(True), True):
+    for dropped, resumed in ((False, False), (torch.tensor(True), False), (True, False), (True, True)):
         spam = Spam(gamma=0.9, **QUIET)
         for step in range(10):
             p[0].grad = torch.full((4, 5), 1.0 + step % 3)
@@ -313,11 +361,11 @@ def test_a_dropped_update_is_not_learned():
             elif step == 6:
                 continue
             spam.adjust_gradients(event_of(optimizer, step, rejected=dropped if step == 7 else False))
-            if step == 6 and dropped is True:  # a checkpoint right after it
+            if step == 6 and resumed:  # a checkpoint right after it
                 saved, spam = spam.state_dict(), Spam(gamma=0.9, **QUIET)
                 spam.load_state_dict(saved)
         ends.append(spam.state_dict()[""]["clip"]["levels"]["rows"]["p0"][:2])
-    assert ends[0] == ends[1] == ends[2]
+    assert ends[0] == ends[1] == ends[2] == ends[3]
 
 
 # -- resets
@@ -605,3 +653,65 @@ def test_observing_changes_nothing(tmp_path):
         walk(p, a, gradients(20))
     walk(free, b, gradients(20))
     assert all(torch.equal(x, y) for x, y in zip(p, free, strict=True))
+
+
+# -- shards
+
+
+def rank(number, at, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(at), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=number, world_size=2)
+    try:
+        for make in (lambda p: torch.optim.Adam(p, lr=0.01), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)):
+            sharded_equals_whole(make)
+        (folder / f"ok{number}").touch()
+    except BaseException:
+        (folder / f"error{number}").write_text(traceback.format_exc())
+        raise
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def sharded_equals_whole(make):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 1))  # one rank holds nothing of the last layer
+    shards = copy.deepcopy(whole)
+    for layer in (*shards, shards):
+        fully_shard(layer)
+    runs = []
+    for model in (whole, shards):
+        optimizer = make(model.parameters())
+        spam = Spam(theta=4.0, gamma=0.9, interval=7, warmup=3)
+        runs.append((model, optimizer, spam))
+    for step in range(20):
+        torch.manual_seed(step)
+        x = torch.randn(8, 6) * (30.0 if step == 12 else 1.0)
+        for model, optimizer, spam in runs:
+            optimizer.zero_grad()
+            (model(x) - x[:, :1]).square().mean().backward()
+            spam.adjust_gradients(event_of(optimizer, step))
+            optimizer.step()
+    assert runs[0][2]._watched[""].clip.clipped > 10
+    for a, b in zip(whole.parameters(), shards.parameters(), strict=True):
+        torch.testing.assert_close(b.full_tensor(), a, rtol=1e-5, atol=1e-6)
+    mine = runs[1][2].state_dict()[""]["clip"]["levels"]["rows"]
+    for name, row in runs[0][2].state_dict()[""]["clip"]["levels"]["rows"].items():
+        assert mine[name] == pytest.approx(row, rel=1e-5)
+
+
+def test_shards_are_clipped_as_the_whole_tensor(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        at = int(s.getsockname()[1])
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=rank, args=(number, at, tmp_path)) for number in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+    errors = "".join(f.read_text() for f in tmp_path.glob("error*"))
+    assert not errors, errors
+    assert all((tmp_path / f"ok{number}").exists() for number in range(2))

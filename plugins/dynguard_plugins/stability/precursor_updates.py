@@ -73,7 +73,13 @@ class Updates:
         for i, (p, g) in enumerate(zip(event.parameters, training.groups, strict=True)):
             sizes[i] = float(max(p.numel(), 1))
             kept = moments(optimizer, p, groups[g])
-            if kept is None or kept.second is None or kept.beta2 == 0.0 or is_sharded(kept.second):
+            if (
+                kept is None
+                or kept.second is None
+                or kept.beta2 == 0.0
+                or kept.name == "exp_inf"
+                or is_sharded(kept.second)
+            ):
                 continue
             known = True
             means[i] = torch.linalg.vector_norm(kept.second, 1, dtype=torch.float32) / sizes[i]

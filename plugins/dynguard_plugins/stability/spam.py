@@ -67,8 +67,8 @@ class Spam:
     counters included. Both can be asked for, e.g. where what led to the skip is thought to be in the momentum already.
     The repair of single layers after an ``update_spike`` counts as none of these.
 
-    Cost per step, in passes over memory of the gradients' size: spike-aware clipping some 14 (v and g are read, limits
-    of at most 2^22 entries at a time are made and compared), adaclip some 8; a reset writes all moments once per
+    Cost per step, in passes over memory of the gradients' size: spike-aware clipping some 20 (v and g are read, limits
+    of at most 2^22 entries at a time are made and compared), adaclip some 9; a reset writes all moments once per
     ``interval``; the warm-up costs nothing. Nothing is read from the device.
 
     Args:

@@ -78,9 +78,7 @@ class Levels:
         """T and t by parameter, now and before the last step, and when that was; reads the device."""
         rows = {name: list(row) for name, row in self._saved.items()}
         if self._now is not None:
-            both = [*self._now.tolist(), *(self._now if self._last is None else self._last).tolist()]
-            # a parameter that has joined since has no row in what was before
-            both = [[*row, *[0.0] * (len(self._names) - len(row))] for row in both]
+            both = [*self._now.tolist(), *self._last.tolist()]
             rows |= {name: list(row) for name, row in zip(self._names, zip(*both, strict=True), strict=True)}
         return {"rows": rows, "step": self._step}
 
