@@ -104,3 +104,50 @@ def test_what_is_not_finite_is_not_measured():
     probe = Probe(model, lambda m, b: m[0].sum() * float("nan"), None, list(model))
     with pytest.raises(ProbeError):
         sharpness(Curvature(probe))
+
+
+def test_two_steps_of_the_difference_agree_and_leave_the_weights_to_the_bit():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+    batch = (torch.randn(64, 6), torch.randint(0, 3, (64,)))
+    parameters = list(model.parameters())
+    before = [p.detach().clone() for p in parameters]
+
+    def loss_fn(m, b):
+        return F.cross_entropy(m(b[0]), b[1])
+
+    exact = np.linalg.eigvalsh(dense(model, loss_fn, batch))[-1]
+    for step in (None, 1e-4, 1e-3):
+        found = sharpness(Curvature(Probe(model, loss_fn, batch, parameters), step=step), tolerance=0.01)
+        assert found.value == pytest.approx(exact, rel=0.01)
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+
+
+def test_weights_are_put_back_when_the_loss_fails_on_moved_ones():
+    model = nn.ParameterList([nn.Parameter(torch.tensor([0.1, 0.7, -0.3]))])
+    before = model[0].detach().clone()
+
+    def loss_fn(m, b):
+        if not torch.equal(m[0], before):
+            raise RuntimeError("not here")
+        return m[0].square().sum()
+
+    with pytest.raises(ProbeError, match="not here"):
+        sharpness(Curvature(Probe(model, loss_fn, None, list(model))))
+    assert torch.equal(model[0], before)
+
+
+@pytest.mark.parametrize("spectrum", [[3.0], [2.0, 2.0, 2.0], [0.0, 0.0]])
+def test_spectra_that_end_the_iteration_early(spectrum):
+    model, loss_fn = quadratic(spectrum)
+    found = sharpness(Curvature(Probe(model, loss_fn, None, list(model)), method="double_backward"))
+    assert found.value == pytest.approx(max(spectrum), abs=1e-9)
+    assert found.residual < 1e-6
+
+
+def test_weights_in_half_precision_refuse_differences():
+    model = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
+    with pytest.raises(ProbeError, match="half precision"):
+        Curvature(Probe(model, lambda m, b: m[0].square().sum(), None, list(model)))
+    with pytest.raises(ProbeError, match="entries"):
+        Curvature(Probe(model, lambda m, b: m[0].square().sum(), None, [nn.Parameter(torch.zeros(0))]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from dynguard import Finding, Section, Signal, Table, hookimpl, validated
+from dynguard import Figure, Finding, Section, Signal, Table, hookimpl, validated
+from dynguard.errors import OptionError
 from dynguard_plugins.stability import eos_telling as telling
 from dynguard_plugins.stability.eos_along import Along
 from dynguard_plugins.stability.eos_forecast import forecast
@@ -18,6 +19,8 @@ from dynguard_plugins.stability.eos_thresholds import Edge, UnknownThresholdErro
 
 if TYPE_CHECKING:
     from dynguard.events import GradientEvent
+    from dynguard.torch.curvature import Sharpness
+    from dynguard.torch.probe import Probe
 
 log = logging.getLogger("dynguard")
 
@@ -49,6 +52,8 @@ class Watched:
 
     checks: list[Check] = field(default_factory=list)
     vector: Any = None  # to start from; measured afresh after a resume
+    doubtful: int = 0  # measurements in a row that left too large a residual
+    step: float | None = None  # of the difference, where the usual one was too short
     told_edge: bool = False
     forecast_until: int = -1  # a forecast holds up to this step
 
@@ -71,8 +76,10 @@ class Eos:
     Told are the edge (``edge_of_stability``, a warning, once until it has been left), a forecast of the crossing (info)
     and ``unmeasurable`` (info), where the residual is large or the loss can't be evaluated: never a made-up number.
 
+    A forecast goes by the present learning rate, whatever a scheduler will do, and past sharpness is taken at it.
+
     Without ``loss_fn`` only the curvature along the update is followed, from successive gradients on a sample of the
-    coordinates: a lower bound of the sharpness, and noisy where batches differ. It is reported and never alarms.
+    coordinates: a lower bound of the sharpness, and noisy where batches differ. It is told as info at most.
 
     Cost: ``products`` + 1 gradient evaluations every ``every`` steps (by default 4 in 50, about 8 % of a step), up to
     33 at the first check; three vectors of the size of the parameters. Nothing of an evaluation stays: dropout masks,
@@ -80,12 +87,13 @@ class Eos:
 
     Args:
         every: steps between checks.
-        batch: ``latest`` observed, or the ``first`` (kept for the whole run).
+        batch: ``latest`` observed, the ``first`` observed (kept for the whole run, not copied), or a batch of your own.
         products: products with the Hessian per check.
         tolerance: relative residual above which a number is not believed.
-        per_layer: measure one parameter's own block at each check, in turn, instead of the whole model.
-        method: ``double_backward`` is exact, at about twice the cost; it falls back where a kernel has no second
-            derivative.
+        per_layer: measure one parameter's own block at each check, in turn, instead of the whole model: the cost is the
+            same, a parameter's turn comes every ``every`` x parameters steps.
+        method: ``double_backward`` is exact, at about twice the cost; where a kernel has no second derivative it is
+            left for finite differences, with a log warning. Weights in half precision are always measured by it.
     """
 
     @validated
@@ -93,12 +101,14 @@ class Eos:
         self,
         *,
         every: Annotated[int, Field(ge=1)] = 50,
-        batch: Literal["latest", "first"] = "latest",
+        batch: Any = "latest",
         products: Annotated[int, Field(ge=1)] = 3,
         tolerance: Annotated[float, Field(gt=0)] = 0.2,
         per_layer: bool = False,
         method: Literal["finite_difference", "double_backward"] = "finite_difference",
     ) -> None:
+        if isinstance(batch, str) and batch not in ("latest", "first"):
+            raise OptionError(f"plugin 'Eos': option 'batch': give 'latest', 'first' or a batch; got {batch!r}.")
         self.every, self.batch, self.products = every, batch, products
         self.tolerance, self.per_layer, self.method = tolerance, per_layer, method
         self._watched: dict[str, dict[str, Watched]] = {}
@@ -106,6 +116,7 @@ class Eos:
         self._along: dict[str, Along] = {}
         self._said: set[str] = set()
         self._failures: dict[str, int] = {}
+        self._methods: dict[str, Literal["finite_difference", "double_backward"]] = {}
 
     @hookimpl(trylast=True)
     def on_gradients(self, event: GradientEvent) -> Signal | None:
@@ -113,14 +124,26 @@ class Eos:
         training = event.training
         if training is None:
             return None
+        if not isinstance(self.batch, str):
+            self._first[event.source] = self.batch
+        elif self.batch == "first" and event.batches:
+            self._first.setdefault(event.source, event.batches[-1])
         if training.loss_fn is None or not (event.batches or event.source in self._first):
             return self._along.setdefault(event.source, Along(self.every)).see(event)
-        if self.batch == "first" and event.source not in self._first:
-            self._first[event.source] = event.batches[-1]
         if not event.step or event.step % self._period(event.source):
             return None
         found, ratio = self._check(event)
-        return Signal(ratio, bool(found), lambda: found)
+        return Signal(ratio, bool(found), lambda: found) if found or math.isfinite(ratio) else None
+
+    @hookimpl
+    def diagnose(self) -> Iterable[Finding]:
+        """What is known without ``loss_fn``."""
+        for source, along in self._along.items():
+            seen = along.edge()
+            if seen:
+                yield telling.along_edge(along.ratios[-1][0], source, seen)
+            if along.why:
+                yield from self._unmeasurable(0, along.why, source)
 
     def _period(self, source: str) -> int:
         return self.every * (10 if self._failures.get(source, 0) >= PATIENCE else 1)
@@ -133,15 +156,15 @@ class Eos:
             check = self._measure(event)
         except (ProbeError, UnknownThresholdError) as error:
             self._failures[event.source] = self._failures.get(event.source, 0) + 1
-            return self._unmeasurable(event.step, str(error)), math.nan
-        if not check.residual <= self.tolerance:
+            return self._unmeasurable(event.step, str(error), event.source), math.nan
+        if not (check.residual <= self.tolerance and math.isfinite(check.ratio)):
+            self._failures[event.source] = self._failures.get(event.source, 0) + 1
             why = f"the iteration left a residual of more than {self.tolerance:g} of the value"
-            return self._unmeasurable(event.step, why), math.nan
+            return self._unmeasurable(event.step, why, event.source), math.nan
         self._failures[event.source] = 0
         return self._tell(event, check), check.ratio
 
     def _measure(self, event: GradientEvent) -> Check:
-        from dynguard.torch.curvature import Curvature, sharpness
         from dynguard.torch.probe import Probe, ProbeError
 
         training = event.training
@@ -155,22 +178,41 @@ class Eos:
         watched = self._watched.setdefault(event.source, {}).setdefault(subject, Watched())
         batch = self._first.get(event.source, event.batches[-1] if event.batches else None)
         probe = Probe(training.model, training.loss_fn, batch, [event.parameters[i] for i in chosen])
-        scales, decay = [limits.scales[i] for i in chosen], [limits.decay[i] for i in chosen]
-        try:
-            found = sharpness(
-                Curvature(probe, scales=scales, decay=decay, method=self.method),
-                start=watched.vector, products=self.products, tolerance=self.tolerance / 4,
-            )  # fmt: skip
-        except ProbeError as error:
-            if self.method == "finite_difference":
-                raise
-            log.warning("eos: no second derivative (%s); finite differences of the gradient from here on", error)
-            self.method = "finite_difference"
-            return self._measure(event)
-        watched.vector = found.vector if found.residual <= self.tolerance else None
-        size = found.value * limits.threshold if limits.threshold is not None else None
-        return Check(event.step, found.value, size, limits.threshold, found.residual, found.gradients, subject,
+        found = self._sharpness(
+            event.source, watched, probe, [limits.scales[i] for i in chosen], [limits.decay[i] for i in chosen]
+        )
+        watched.doubtful = 0 if found.residual <= self.tolerance else watched.doubtful + 1
+        watched.vector = found.vector if watched.doubtful < 2 else None  # the second time the vector is given up
+        limit = limits.threshold
+        size = found.value * limit if limit is not None else None
+        return Check(event.step, found.value, size, limit, found.residual, found.gradients, subject,
                      limits.preconditioned)  # fmt: skip
+
+    def _sharpness(
+        self, source: str, watched: Watched, probe: Probe, scales: list[Any], decay: list[float]
+    ) -> Sharpness:
+        """Measure, by finite differences where the method asked for fails (and they do not)."""
+        from dynguard.torch.curvature import HALF, Curvature, sharpness
+        from dynguard.torch.probe import ProbeError
+
+        half = any(p.dtype in HALF for p in probe.parameters)
+        method = "double_backward" if half else self._methods.get(source, self.method)
+
+        def measure(method: Literal["finite_difference", "double_backward"]) -> Sharpness:
+            curvature = Curvature(probe, scales=scales, decay=decay, method=method, step=watched.step)
+            found = sharpness(curvature, start=watched.vector, products=self.products, tolerance=self.tolerance / 4)
+            watched.step = curvature.step if found.coarse else watched.step
+            return found
+
+        try:
+            return measure(method)
+        except ProbeError as error:
+            if half or method == "finite_difference":
+                raise
+            found = measure("finite_difference")  # where this fails too, it was not for want of a second derivative
+            log.warning("eos: no second derivative (%s); finite differences of the gradient from here on", error)
+            self._methods[source] = "finite_difference"
+            return found
 
     def _chosen(self, event: GradientEvent, limits: Edge) -> list[int]:
         """Which parameters the probe moves: those that train; of these one in turn where layers are told apart."""
@@ -200,21 +242,22 @@ class Eos:
             if watched.told_edge:
                 return []
             watched.told_edge = True
-            return [telling.at_edge(check, lr)]
+            return [telling.at_edge(check, lr, AT_EDGE)]
         if check.ratio < LEAST_RATIO or check.step <= watched.forecast_until or watched.told_edge:
             return []
-        expected = forecast([c.step for c in watched.checks], [c.ratio for c in watched.checks])
-        if expected is None or expected.steps > HORIZON * self.every:
+        expected = forecast([c.step for c in watched.checks], [_at(c, check.threshold) for c in watched.checks])
+        horizon = HORIZON * (check.step - before.step if before is not None else self.every)
+        if expected is None or expected.steps > horizon:
             return []
-        watched.forecast_until = check.step + math.ceil(min(expected.latest, 2 * HORIZON * self.every))
+        watched.forecast_until = check.step + math.ceil(min(expected.latest, 2 * horizon))
         return [telling.crossing(check, expected, lr)]
 
-    def _unmeasurable(self, step: int, why: str) -> list[Finding]:
-        key = why[:60]
+    def _unmeasurable(self, step: int, why: str, source: str) -> list[Finding]:
+        key = f"{source}: {why[:60]}"
         if key in self._said:
             return []
         self._said.add(key)
-        return [telling.unmeasurable(step, why)]
+        return [telling.unmeasurable(step, why).model_copy(update={"source": source})]
 
     def checks(self, source: str = "", subject: str = "") -> list[Check]:
         """All measurements of a source (and layer) so far, oldest first."""
@@ -239,7 +282,12 @@ class Eos:
         if along:
             text += " Along the update (no loss_fn): a lower bound, noisy where batches differ."
             tables.append(Table(columns=("source", "step", "ratio along the update"), rows=along))
-        return Section(title="Edge of stability", text=text, tables=tuple(tables)) if tables else None
+        if not tables:
+            return None
+        figures = tuple(
+            _figure(s, w.checks) for s, layers in self._watched.items() for w in layers.values() if w.checks
+        )
+        return Section(title="Edge of stability", text=text, tables=tuple(tables), figures=figures[:4])
 
     def state_dict(self) -> dict[str, Any]:
         """All measurements and what was told. The vector to start from is not kept: the first check is a cold one."""
@@ -252,6 +300,7 @@ class Eos:
                 }
                 for source, layers in self._watched.items()
             },
+            "along": {source: a.state_dict() for source, a in self._along.items()},
             "said": sorted(self._said),
             "failures": dict(self._failures),
         }  # fmt: skip
@@ -260,12 +309,37 @@ class Eos:
         """Take up ``state_dict()``."""
         self._watched = {
             source: {
-                subject: Watched([Check(**c) for c in w["checks"]], None, w["told_edge"], w["forecast_until"])
+                subject: Watched(
+                    [Check(**c) for c in w["checks"]], told_edge=w["told_edge"], forecast_until=w["forecast_until"]
+                )
                 for subject, w in layers.items()
             }
             for source, layers in state["sources"].items()
         }
         self._said, self._failures = set(state["said"]), dict(state["failures"])
+        self._along = {}
+        for source, saved in state.get("along", {}).items():
+            self._along[source] = Along(self.every)
+            self._along[source].load_state_dict(saved)
+
+
+def _at(check: Check, threshold: float | None) -> float:
+    """The ratio that a past sharpness would have at the present threshold."""
+    return check.ratio if check.sharpness is None or threshold is None else check.sharpness / threshold
+
+
+def _figure(source: str, checks: list[Check]) -> Figure:
+    shown = checks[:: max(1, len(checks) // 200)]
+    name = " ".join(part for part in (source, checks[-1].subject) if part)
+    return Figure(
+        title=f"Sharpness over threshold{': ' + name if name else ''}",
+        x=tuple(c.step for c in shown),
+        series={"ratio": tuple(_short(c.ratio) for c in shown), "edge": (1.0,) * len(shown)},
+        x_label="step",
+        y_label="ratio",
+        alt=f"ratio of sharpness to threshold over {len(checks)} checks, {checks[0].ratio:.3g} at first, "
+        f"{checks[-1].ratio:.3g} at last",
+    )
 
 
 def _short(value: float | None) -> float | None:

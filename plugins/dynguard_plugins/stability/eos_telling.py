@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import TYPE_CHECKING
 
 from dynguard import Action, Evidence, Finding, Prescription, Severity
@@ -32,8 +33,8 @@ def _lower(check: Check, lr: float | None, to: float) -> tuple[Prescription, ...
     )
 
 
-def at_edge(check: Check, lr: float | None) -> Finding:
-    """The sharpness has reached what the optimizer's step can bear."""
+def at_edge(check: Check, lr: float | None, least: float) -> Finding:
+    """The sharpness has reached what the optimizer's step can bear, ``least`` being the ratio that counts as that."""
     what = "preconditioned sharpness" if check.preconditioned else "sharpness"
     size = f"{check.sharpness:.4g} against a threshold of {check.threshold:.4g}" if check.threshold else "in its units"
     return Finding(
@@ -47,20 +48,19 @@ def at_edge(check: Check, lr: float | None) -> Finding:
         "the other directions; spikes of it are not the data's doing",
         expected_effect="a lower learning rate, or a longer warm-up, gives a smooth descent; at the edge training may "
         "still make progress",
-        # How far the threshold lies outside what the residual leaves open: |eigenvalue - value| <= residual x value.
-        confidence=_sure(check),
+        confidence=_sure(check, least),
         evidence=_evidence(check),
         prescriptions=_lower(check, lr, 0.8),
     )
 
 
-def _sure(check: Check) -> float:
-    return 1.0 - min(1.0, check.residual)
+def _sure(check: Check, least: float) -> float:
+    """Chance that the ratio is above ``least`` if its error is normal, with the residual as its standard deviation."""
+    return statistics.NormalDist(least, max(check.residual * check.ratio, 1e-9)).cdf(check.ratio)
 
 
 def crossing(check: Check, expected: Forecast, lr: float | None) -> Finding:
     """The sharpness will reach the edge soon."""
-    latest = f"{expected.latest:.0f}" if math.isfinite(expected.latest) else "never"
     return Finding(
         kind="edge_of_stability",
         severity=Severity.INFO,
@@ -68,12 +68,30 @@ def crossing(check: Check, expected: Forecast, lr: float | None) -> Finding:
         subject=check.subject,
         action=Action.WARN,
         premise=f"the sharpness is at {check.ratio:.3g} of the threshold and doubles every {expected.doubling:.0f} "
-        f"steps: it crosses in {expected.steps:.0f} steps ({expected.earliest:.0f} .. {latest}), if the learning rate "
-        "stays as it is",
+        f"steps: it crosses in {expected.steps:.0f} steps ({expected.earliest:.0f} .. {expected.latest:.0f}), if the "
+        "learning rate stays as it is",
         implies="training becomes unstable in its steepest direction then",
         # No confidence: neighbouring checks are not independent, and of 38 forecasts 5 kept within the interval.
         evidence=_evidence(check, steps_to_crossing=expected.steps, earliest=expected.earliest, latest=expected.latest),
         prescriptions=_lower(check, lr, 0.5),
+    )
+
+
+def along_edge(step: int, source: str, seen: tuple[int, float, float]) -> Finding:
+    """Without ``loss_fn``: the curvature along the update, a lower bound, is at the edge."""
+    checks, ratio, spread = seen
+    return Finding(
+        kind="edge_of_stability",
+        severity=Severity.INFO,
+        step=step,
+        source=source,
+        action=Action.WARN,
+        premise=f"the curvature along the update is {ratio:.3g} times what this learning rate is stable at (median of "
+        f"{checks} checks, +- {spread:.2g}); it is a lower bound of the sharpness, from the change of the gradient "
+        "between steps, and noisy where their batches differ",
+        implies="updates undo one another along the steepest direction",
+        expected_effect="with loss_fn given, the sharpness itself is measured",
+        evidence=(Evidence(name="ratio", value=ratio), Evidence(name="spread", value=spread)),
     )
 
 

@@ -140,11 +140,8 @@ def _scale(optimizer: Any, name: str, parameter: Any, group: Mapping[str, Any]) 
 
 def _over(rate: Any, correction: Any, divisor: Any) -> Any:
     """``rate / correction / divisor`` without a host read, wherever the three live."""
-    for value in (rate, correction):
-        if hasattr(value, "to"):
-            value = value.to(divisor.device)  # the same value on another device
-        divisor = divisor / value if value is rate else divisor * value
-    return 1.0 / divisor
+    rate, correction = (v.to(divisor.device) if hasattr(v, "to") else v for v in (rate, correction))
+    return rate / (correction * divisor)
 
 
 def _leave_noise_out(scales: list[Any], optimizer: Any, parameters: Sequence[Any]) -> None:
