@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dynguard.torch.probe import Probe, ProbeError
 
-LEAST = 8  # rows of a batch that is taken in part
+LEAST = 4  # rows of a batch that is taken in part
 
 
 class SampledLabels(TorchFunctionMode):
@@ -197,15 +197,15 @@ def _reduction(given: Given) -> str:
     return "sum" if size_average is False else "mean"
 
 
-def diagonal(probe: Probe, seed: int = 0) -> list[Tensor]:
-    """One unbiased draw of the diagonal of the Gauss-Newton matrix of a probe's loss on its batch.
+def roots(probe: Probe, seed: int = 0) -> list[Tensor]:
+    """A gradient whose square is one unbiased draw of the diagonal of the Gauss-Newton matrix.
 
     Args:
-        probe: of the loss; costs one forward and one backward.
+        probe: of the loss on a batch; costs one forward and one backward.
         seed: of the drawn labels; another seed, another draw.
 
     Returns:
-        One tensor for each of ``probe.parameters``, in its shape, float32 or wider, of loss per squared weight.
+        One tensor for each of ``probe.parameters``, in its shape and dtype.
 
     Raises:
         ProbeError: the loss can't be evaluated, or calls none of the losses whose labels can be drawn.
@@ -214,7 +214,17 @@ def diagonal(probe: Probe, seed: int = 0) -> list[Tensor]:
     gradients = probe.gradients(within=labels)
     if not labels.calls:
         raise ProbeError("loss_fn calls none of the losses whose labels can be drawn (cross entropy, binary, squared)")
-    return [(g if g.dtype == torch.float64 else g.to(torch.float32)).square() for g in gradients]
+    return gradients
+
+
+def diagonal(probe: Probe, seed: int = 0) -> list[Tensor]:
+    """The squares of :func:`roots`, float32 or wider, of loss per squared weight."""
+    return [widened(g).square() for g in roots(probe, seed)]
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In float64 if it is, else in float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
 
 def part(batch: Any, share: float) -> Any:
@@ -225,7 +235,7 @@ def part(batch: Any, share: float) -> Any:
         share: of the rows, in (0, 1].
 
     Returns:
-        ``batch`` as it is unless all its tensors have the same first dimension, of at least 8 rows.
+        ``batch`` as it is unless all its tensors have the same first dimension, of at least 4 rows.
     """
     leaves, tree = tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -234,7 +244,7 @@ def part(batch: Any, share: float) -> Any:
     rows = {t.shape[0] for t in tensors}
     if len(rows) != 1 or min(rows) < LEAST or not all(_is_plain(leaf) for leaf in leaves):
         return batch
-    count = max(1, round(share * rows.pop()))
+    count = max(2, round(share * rows.pop()))  # one row has no batch statistics
     return tree_unflatten([leaf[:count] if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
 
 

@@ -42,26 +42,31 @@ class Curvature:
     def estimate(self, event: GradientEvent, chosen: Sequence[int]) -> None:
         """Take in one more estimate at the present weights; reads the device."""
         assert event.training is not None
-        found = self._sampled(event, event.training, chosen)
+        found, scale = self._sampled(event, event.training, chosen), 1.0
         if found is None:
             self.fallbacks += 1
-            found = [_squared(event.gradients[i], event.scale) for i in chosen]
+            scale = 1.0 if event.scale is None else float(event.scale)
+            found = [_widened(event.gradients[i]) for i in chosen]
         else:
             self.sampled += 1
-        for i, estimate, mean in zip(chosen, found, _means(found), strict=True):
+        for i, root, mean in zip(chosen, found, _mean_squares(found), strict=True):
             if math.isfinite(mean):
-                self._take(i, estimate, mean)
+                self._take(i, root, mean / scale**2, 1.0 / scale**2)
 
-    def _take(self, index: int, estimate: Any, mean: float) -> None:
+    def _take(self, index: int, root: Any, mean: float, factor: float = 1.0) -> None:
+        """``factor * root^2``, whose mean is ``mean``."""
+        import torch
+
         count, before = self.counts.get(index, 0), self.means.get(index, 0.0)
         value = self.values.get(index)
-        if value is None or value.shape != estimate.shape:
-            value, count, before = estimate.clone(), 0, 0.0
+        if value is None or value.shape != root.shape:
+            value = self.values[index] = torch.zeros_like(root)
+            count, before = 0, 0.0
         most = GROWTH * before if before > 0 else math.inf
         weight = max(1.0 - self.decay, 1.0 / (count + 1))
         if mean > most:
-            estimate = estimate * (most / mean)
-        self.values[index] = value.lerp_(estimate.to(value.dtype), weight)
+            factor *= most / mean
+        value.mul_(1.0 - weight).addcmul_(root, root, value=weight * factor)
         self.means[index] = before + weight * (min(mean, most) - before)
         self.counts[index] = count + 1
 
@@ -81,11 +86,11 @@ class Curvature:
 
         from dynguard.torch.gauss_newton import mean_over_ranks
 
-        rows = found or [torch.zeros_like(_squared(event.gradients[i], None)) for i in chosen]
-        return rows if mean_over_ranks(rows, known=found is not None) else None
+        rows = [r.square() for r in found or [torch.zeros_like(_widened(event.gradients[i])) for i in chosen]]
+        return [r.sqrt_() for r in rows] if mean_over_ranks(rows, known=found is not None) else None
 
     def _evaluated(self, event: GradientEvent, training: Training, chosen: Sequence[int]) -> list[Any]:
-        from dynguard.torch.gauss_newton import diagonal, part
+        from dynguard.torch.gauss_newton import part, roots, widened
         from dynguard.torch.probe import Probe, ProbeError
 
         if training.loss_fn is None:
@@ -98,13 +103,13 @@ class Curvature:
         seed = self.sampled + self.fallbacks
         rows = part(event.batches[-1], self.share)
         try:
-            return diagonal(Probe(training.model, training.loss_fn, rows, weights), seed)
+            return [widened(r) for r in roots(Probe(training.model, training.loss_fn, rows, weights), seed)]
         except ProbeError:
             if rows is event.batches[-1]:
                 raise
-        found = diagonal(Probe(training.model, training.loss_fn, event.batches[-1], weights), seed)
+        found = roots(Probe(training.model, training.loss_fn, event.batches[-1], weights), seed)
         self.share = 1.0  # the loss takes whole batches only
-        return found
+        return [widened(r) for r in found]
 
     def _say(self, why: str) -> None:
         if why != self.why:
@@ -112,16 +117,14 @@ class Curvature:
         self.why = why
 
 
-def _squared(gradient: Any, scale: Any) -> Any:
-    import torch
+def _widened(gradient: Any) -> Any:
+    from dynguard.torch.gauss_newton import widened
 
-    values = local(gradient).detach()
-    values = values if values.dtype == torch.float64 else values.to(torch.float32)
-    return (values if scale is None else values / scale.to(values.device, values.dtype)).square()
+    return widened(local(gradient).detach())
 
 
-def _means(tensors: Sequence[Any]) -> list[float]:
-    """Of each on the host: one wait for each device."""
+def _mean_squares(tensors: Sequence[Any]) -> list[float]:
+    """Of the entries of each, on the host: one wait for each device."""
     import torch
 
     at: dict[Any, list[int]] = {}
@@ -129,7 +132,8 @@ def _means(tensors: Sequence[Any]) -> list[float]:
         at.setdefault(tensor.device, []).append(i)
     means = [0.0] * len(tensors)
     for members in at.values():
-        read = torch.stack([tensors[i].mean(dtype=torch.float64) for i in members]).tolist()
+        flat = [tensors[i].reshape(-1) for i in members]  # no squares are made: new memory costs more than they do
+        read = torch.stack([torch.dot(f, f).double() / max(len(f), 1) for f in flat]).tolist()
         for i, mean in zip(members, read, strict=True):
             means[i] = mean
     return means

@@ -80,15 +80,19 @@ class Limits:
         import torch
 
         self._base = self.base()
-        self._upper, self._lower = {}, {}
         for i in chosen:
             if curvature.means.get(i, 0.0) <= 0.0:
                 continue  # it has shown no curvature at all yet
-            h, kind = curvature.values[i], event.gradients[i].dtype
-            upper = h.clamp_min(floor_ratio * curvature.means[i]).mul_(self._base[i].to(h.device, h.dtype))
-            if kind != upper.dtype:  # rounded to 0, it would keep the entry from learning
-                upper = upper.clamp_min_(torch.finfo(kind).tiny).to(kind)
-            self._upper[i], self._lower[i] = upper, -upper
+            h, gradient = curvature.values[i], local(event.gradients[i])
+            if i not in self._upper or self._upper[i].shape != h.shape or self._upper[i].dtype != gradient.dtype:
+                self._upper[i] = torch.empty_like(h, dtype=gradient.dtype)
+                self._lower[i] = torch.empty_like(h, dtype=gradient.dtype)
+            upper, narrow = self._upper[i], gradient.dtype != h.dtype
+            limit = torch.clamp(h, min=floor_ratio * curvature.means[i], out=None if narrow else upper)
+            limit.mul_(self._base[i].to(h.device, h.dtype))
+            if narrow:  # rounded to 0, it would keep the entry from learning
+                upper.copy_(limit.clamp_min_(torch.finfo(gradient.dtype).tiny))
+            torch.neg(upper, out=self._lower[i])
 
     def observe(self, event: GradientEvent, chosen: Sequence[int], curvature: Curvature, floor_ratio: float) -> None:
         """Look at a sample of the ratios, before they are clipped; no host read."""
@@ -140,19 +144,21 @@ class Limits:
 
         groups: dict[tuple[Any, Any], list[int]] = {}
         for i in chosen:
-            if i in self._upper:
-                upper = self._upper[i]
+            if i not in self._upper:
+                continue
+            gradient, upper, lower = local(event.gradients[i]), self._upper[i], self._lower[i]
+            if event.scale is not None:
+                factor = event.scale.to(gradient.device, torch.float32)
+                upper = (upper.to(torch.float32) * factor).to(gradient.dtype)
+                lower = -upper
+            elif not gradient.is_cpu:  # few launches count for more than few passes there
                 groups.setdefault((upper.device, upper.dtype), []).append(i)
+                continue
+            torch.clamp(gradient, lower, upper, out=gradient)
         for members in groups.values():
             gradients = [local(event.gradients[i]) for i in members]
-            if event.scale is None:
-                torch._foreach_minimum_(gradients, [self._upper[i] for i in members])
-                torch._foreach_maximum_(gradients, [self._lower[i] for i in members])
-                continue
-            for i, gradient in zip(members, gradients, strict=True):
-                factor = event.scale.to(gradient.device, torch.float32)
-                limit = (self._upper[i].to(torch.float32) * factor).to(gradient.dtype)
-                torch.clamp(gradient, -limit, limit, out=gradient)
+            torch._foreach_minimum_(gradients, [self._upper[i] for i in members])
+            torch._foreach_maximum_(gradients, [self._lower[i] for i in members])
 
     def ready(self, chosen: Sequence[int], curvature: Curvature) -> bool:
         """Whether all layers whose curvature is known have limits."""

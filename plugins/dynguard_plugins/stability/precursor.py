@@ -12,8 +12,9 @@ from pydantic import Field
 
 from dynguard import Action, Evidence, Finding, Section, Severity, Signal, Table, hookimpl, validated
 from dynguard.arrays import local
+from dynguard_plugins.stability.baseline import namespace
 from dynguard_plugins.stability.precursor_logits import Logits
-from dynguard_plugins.stability.precursor_updates import AHEAD, Updates, exact
+from dynguard_plugins.stability.precursor_updates import AHEAD, Screen, Updates, exact, raise_second
 
 if TYPE_CHECKING:
     from dynguard.actions import Intervention
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("dynguard")
 
 ORDINARY = math.log(10.0)  # of the global norm: beyond it the gradient itself is a spike, and another detector's
-QUIET = 0.05  # of the usual global norm: what a layer's second moment remembers is at most that, if it was quiet
-STALE = 5.0  # |g| over sqrt(v) from which on a second moment is stale
+QUIET = 0.01  # of what is usual for an entry: a layer whose second moment remembers less was quiet
+AWAKE = 0.03  # the same of the present gradient: not one that is rounding noise throughout
+STALE = 20.0  # |g| over sqrt(v), beyond what all layers have in common, from which on a second moment is stale
 SURE = 0.8  # of ``peak``: what the entries must confirm of what the norms say
 AGAIN = 100  # steps before a layer is told again
 
@@ -50,27 +52,30 @@ class Precursor:
     every coordinate at once, and the loss spikes some steps later without a spike of the gradient before it
     (allenai/OLMo#245; Molybog et al. 2023, arXiv 2304.09871; Wortsman et al. 2023, arXiv 2304.13013, section 3.4).
     Looked for at every step in all layers from the norms alone; what stands out is looked at entry by entry, and told
-    before the update is made. Only a layer that was quiet counts (by its second moment, below 5 % of the usual global
-    norm), and a global norm beyond 10x is left to ``spike``.
+    before the update is made. Only a layer that was quiet counts: one whose second moment remembers, entry for entry,
+    less than 1 % of what is usual in the model, and whose gradient now is 20 times that or more, beyond what all layers
+    have in common. A bad batch on a layer whose second moment is up to date, and a global norm beyond 10x, are left to
+    ``spike``. A table's rows that are looked up for the first time are no finding as long as other rows are in use.
 
-    The repair touches the layers concerned only: ``moment_reset`` starts their moments and step counters afresh, so
-    that the bias correction works again (the next updates are at most the learning rate per coordinate);
-    ``update_clip`` divides their first update by its RMS, as StableAdamW does, and no later one.
-    Optimizers without bias correction (RMSprop)
-    always get the latter. A layer that is repaired this way is not also skipped by ``spike``.
+    The repair touches the layers concerned only, once. ``moment_reset`` starts their moments and step counters afresh,
+    so that the bias correction works again. ``update_clip`` lifts their second moments to the mean square of the
+    present gradient, which bounds this update and those to come as StableAdamW's clipping would do step by step, and
+    leaves momentum and step counter alone; optimizers without bias correction (RMSprop) always get this. A layer that
+    is repaired is not also skipped by ``spike``.
 
     **Growing logits** (``logit_growth``): see :class:`~dynguard_plugins.stability.precursor_logits.Logits`.
 
     **Betas** with ``beta1 >= sqrt(beta2)``, for which Adam need not converge (Reddi et al. 2018, arXiv 1904.09237,
     theorem 4's condition), are told once as ``spiky_betas`` (info).
 
-    Cost: some 25 operations on arrays of one entry per layer at each step, one pass over the second moments every 50
-    steps, a maximum over the hooked outputs once in ``every`` forward passes.
+    Cost: some 60 operations on arrays of one entry per layer at each step, one pass over the second moments every 50
+    steps, and once in ``every`` forward passes a maximum over the output and a few attention logits per layer.
 
     Args:
         repair: what to do about a stale second moment.
-        peak: size that the update would reach within 16 steps, in learning rates per coordinate, from which on a layer
-            is looked at. An up-to-date second moment gives 1 at most; the largest possible at betas .9 and .999 is 3.8.
+        peak: size that the update would reach within 16 steps if the gradient stays, in learning rates per
+            coordinate, from which on a layer is looked at. An up-to-date second moment gives 1 at most; the largest at
+            betas .9 and .999 is 6.5.
         logits: whether to sample logits.
         every: forward passes between two samples.
     """
@@ -80,7 +85,7 @@ class Precursor:
         self,
         *,
         repair: Literal["moment_reset", "update_clip", "none"] = "moment_reset",
-        peak: Annotated[float, Field(gt=1)] = 2.5,
+        peak: Annotated[float, Field(gt=1)] = 1.5,
         logits: bool = True,
         every: Annotated[int, Field(ge=1)] = 20,
     ) -> None:
@@ -104,15 +109,15 @@ class Precursor:
             watched.updates.settle(event)
             if not watched.updates.ready(event, norms):
                 return None
-            peak, ratio, share, rise = watched.updates.look(event, norms, total)
-            fired = (peak > self.peak) & (ratio > STALE) & (share < QUIET) & (rise < ORDINARY)
-            top = peak.max() if len(norms) else 0.0
-            watched.largest = np.maximum(watched.largest, top) if isinstance(peak, np.ndarray) else top
+            screen = watched.updates.look(event, norms, total)
+            fired = (screen.peak > self.peak) & stale(screen)
+            top = screen.peak.max() if len(norms) else 0.0
+            watched.largest = namespace(norms).maximum(_like(watched.largest, top), top)
         parameters = event.parameters  # a late event has let go of them
         return Signal(
             top,
             fired,
-            lambda: self._explain(event, parameters, watched, fired, ratio),
+            lambda: self._explain(event, parameters, watched, fired, screen),
             action=Action.WARN
             if self.repair == "none"
             else Action.SKIP,  # deferred: dropped, and repaired a step later
@@ -120,16 +125,16 @@ class Precursor:
         )
 
     def _explain(
-        self, event: GradientEvent, parameters: Sequence[Any], watched: Watched, fired: Any, ratio: Any
+        self, event: GradientEvent, parameters: Sequence[Any], watched: Watched, fired: Any, screen: Screen
     ) -> Iterator[Finding]:
         hits = [i for i, hit in enumerate(fired.tolist()) if hit]
-        ratios = ratio.tolist()
+        ratios, norms = screen.ratio.tolist(), event.norms.tolist()
         repairs = []
         for i in hits:
             now, then, share = exact(event, i, AHEAD[-1])
             if then <= SURE * self.peak:  # NaN where the gradient is gone (deferred reads): the norms decide
                 continue
-            repairs.append((i, parameters[i], now))
+            repairs.append((i, parameters[i], norms[i] ** 2 / max(parameters[i].numel(), 1)))
             name = event.names[i]
             if self.repair == "none" and event.step - watched.told.get(name, -AGAIN) < AGAIN:
                 continue
@@ -181,16 +186,15 @@ class Precursor:
         watched.pending = None
         from dynguard.torch.moments import can_reset, reset_moments
 
-        done = []
-        for i, parameter, now in repairs:
+        optimizer = training.optimizer
+        for i, parameter, square in repairs:
             name = watched.names[i]
             watched.repaired[name] = watched.repaired.get(name, 0) + 1
-            if self.repair == "update_clip" or can_reset(training.optimizer, parameter):
-                training.scale_update(i, 1.0 / now if now > 1.0 else 1.0)
+            if self.repair == "update_clip" or can_reset(optimizer, parameter):
+                raise_second(optimizer, parameter, optimizer.param_groups[training.groups[i]], square)
             else:
-                reset_moments(training.optimizer, parameter)
-                done.append(i)
-        watched.updates.restart(done)
+                reset_moments(optimizer, parameter)
+        watched.updates.forget()
 
     @hookimpl
     def diagnose(self) -> Iterator[Finding]:
@@ -256,8 +260,23 @@ class Precursor:
 _EFFECT = {
     "moment_reset": "moments and step counter of this parameter start afresh: the next updates are at most one "
     "learning rate per coordinate",
-    "update_clip": "this update is divided by its RMS",
+    "update_clip": "the second moment of this parameter is lifted to the present gradient's mean square: the next "
+    "updates are about one learning rate per coordinate",
 }
+
+
+def stale(screen: Screen) -> Any:
+    """(n,) bool: layers that were quiet, are awake now, and stand out beyond what all layers have in common."""
+    together = namespace(screen.ratio).exp(screen.rise)
+    quiet = (screen.remembered < QUIET) & (screen.present > AWAKE) & (screen.rise < ORDINARY)
+    return quiet & (screen.ratio > STALE) & (screen.ratio > STALE * together)
+
+
+def _like(value: Any, like: Any) -> Any:
+    """The largest so far, where the numbers are now."""
+    if isinstance(like, (float, np.generic)):
+        return float(value)
+    return value.to(like) if hasattr(value, "to") else like * 0.0 + value
 
 
 def _betas(training: Training) -> tuple[float, float]:

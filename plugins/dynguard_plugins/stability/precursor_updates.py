@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +16,31 @@ if TYPE_CHECKING:
     from dynguard.events import GradientEvent
 
 AHEAD = (1, 2, 4, 8, 16)  # steps at which a gradient that stays is followed
+UNCORRECTED_AGE = 100  # updates that a layer must have had under an optimizer without bias correction
 RESYNC = 50  # steps after which the second moments are read from the optimizer again
 TINY = 1e-38
+RAISED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
+FOLLOWED = RAISED  # running means of squares; Adamax keeps a largest magnitude, Adadelta's steps have their own scale
+
+
+@dataclass(slots=True)
+class Screen:
+    """What the norms of one step say: (n,) arrays where the gradients are, and the rise as 0-d.
+
+    Attributes:
+        peak: largest size of the updates to come if the gradient stays, in learning rates per entry.
+        ratio: |g| over the root of the second moment: StableAdamW's quantity by layer.
+        remembered: what the second moment remembers of an entry's gradient, over what is usual for an entry of the
+            model.
+        present: the same of the present gradient.
+        rise: log of the global norm over its usual level.
+    """
+
+    peak: Any
+    ratio: Any
+    remembered: Any
+    present: Any
+    rise: Any
 
 
 class Updates:
@@ -36,6 +60,7 @@ class Updates:
         self.mean: Any = None  # (n,) of v as it is stored
         self.steps: Any = None  # (n,) updates that it has had
         self.sizes: Any = None
+        self.entries = 1.0  # of all layers together
         self.beta1: Any = None
         self.beta2: Any = None
         self.eps: Any = None
@@ -77,7 +102,9 @@ class Updates:
                 kept is None
                 or kept.second is None
                 or kept.beta2 == 0.0
-                or kept.name == "exp_inf"
+                or kept.name not in FOLLOWED
+                or "acc_delta" in optimizer.state[p]
+                or kept.second.is_complex()
                 or is_sharded(kept.second)
             ):
                 continue
@@ -90,6 +117,7 @@ class Updates:
         if not known:
             self.mean = None
             return
+        self.entries = max(sum(sizes), 1.0)
         self.mean, self.steps = _as(means, norms), _as(steps, norms)
         self.sizes, self.beta1, self.beta2 = _as(sizes, norms), _as(beta1, norms), _as(beta2, norms)
         self.eps, self.corrected = _as(eps, norms), _as(corrected, norms)
@@ -106,26 +134,32 @@ class Updates:
         self.mean = keep * self.mean + present * (1.0 - self.beta2) * square
         self.steps = self.steps + present
 
-    def look(self, event: GradientEvent, norms: Any, total: Any) -> tuple[Any, Any, Any, Any]:
-        """(n,) peak of the update if the gradient stays, |g| over sqrt(v), remembered norm over the usual global one;
-        0-d rise of the global norm."""
+    def look(self, event: GradientEvent, norms: Any, total: Any) -> Screen:
+        """What the norms say about the updates to come; 0 where there is nothing to say."""
         xp = namespace(norms)
         square = (norms * norms) / self.sizes
         fine = xp.isfinite(square)
         square = xp.where(fine, square, square * 0.0 if xp is not np else np.zeros_like(square))
-        present = _as([0.0 if g is None else 1.0 for g in event.gradients], norms)
+        present = _as([1.0 if _followed(g) else 0.0 for g in event.gradients], norms)
         self._pending = (square, present * fine)
-        correction = self._correction(self.steps)
-        ratio = xp.sqrt(square / (self.mean / correction + TINY))
-        sizes = [self._size(square, k) for k in AHEAD]
-        peak = sizes[0]
-        for size in sizes[1:]:
-            peak = xp.maximum(peak, size)
-        known = (self.beta2 > 0) & (self.steps > 0) & fine & (present > 0)
+        usual = self.mean / self._correction(self.steps)
+        ratio = xp.sqrt(square / (usual + TINY))
+        peak = self._size(square, AHEAD[0])
+        for k in AHEAD[1:]:
+            peak = xp.maximum(peak, self._size(square, k))
+        # without a bias correction the first updates are as large as this by design
+        young = (self.corrected == 0) & (self.steps < UNCORRECTED_AGE)
+        known = (self.beta2 > 0) & (self.steps > 0) & fine & (present > 0) & ~young
         zero = ratio * 0.0
         rise = self._rise(xp, total)
-        remembered = xp.sqrt(self.mean / correction * self.sizes) / xp.exp(self.level)
-        return xp.where(known, peak, zero), xp.where(known, ratio, zero), remembered, rise
+        entry = xp.exp(self.level) / math.sqrt(self.entries)
+        return Screen(
+            peak=xp.where(known, peak, zero),
+            ratio=xp.where(known, ratio, zero),
+            remembered=xp.sqrt(usual) / entry,
+            present=xp.sqrt(square) / entry,
+            rise=rise,
+        )
 
     def _size(self, square: Any, k: int) -> Any:
         xp = namespace(square)
@@ -151,13 +185,9 @@ class Updates:
         self.level = self.level + clipped / 50.0
         return rise
 
-    def restart(self, indices: Sequence[int]) -> None:
-        """The moments of these layers have been reset: so are the numbers here."""
-        for i in indices:
-            self.mean[i] = 0.0
-            self.steps[i] = 0.0
-        if self._pending is not None:
-            self._pending[1][list(indices)] = 1.0
+    def forget(self) -> None:
+        """A repair has changed the optimizer's moments: read them anew at the next step."""
+        self._since = RESYNC
 
     def state_dict(self) -> dict[str, Any]:
         """The usual global norm; second moments are read from the optimizer again."""
@@ -182,10 +212,36 @@ def _as(values: Sequence[Any], like: Any) -> Any:
     return base
 
 
-def exact(event: GradientEvent, index: int, ahead: int) -> tuple[float, float, float]:
-    """(RMS of the update now, RMS if the gradient stays for ``ahead`` steps, share of entries above 1.5 then).
+def _followed(gradient: Any) -> bool:
+    """Whether a gradient enters all entries of the second moment: SparseAdam's touch their rows alone."""
+    return gradient is not None and not getattr(gradient, "is_sparse", False)
 
-    Entry by entry, from the optimizer's own state; in units of the learning rate. Reads the device.
+
+def raise_second(optimizer: Any, parameter: Any, group: Any, square: float) -> None:
+    """Lift a second moment to ``square``, the mean square of the present gradient, wherever it lies below.
+
+    It is then as if the layer had had such gradients all along: this update and those to come are of the learning
+    rate's size. Momentum and step counter stay.
+    """
+    import torch
+
+    from dynguard.torch.moments import moments
+
+    kept = moments(optimizer, parameter, group)
+    if kept is None or not math.isfinite(square):
+        return
+    with torch.no_grad():
+        for name, value in optimizer.state[parameter].items():
+            if name in RAISED and isinstance(value, torch.Tensor):
+                least = torch.as_tensor(square * kept.correction2, dtype=value.dtype, device=value.device)
+                torch.maximum(value, least, out=value)
+
+
+def exact(event: GradientEvent, index: int, ahead: int) -> tuple[float, float, float]:
+    """(RMS of the update now, RMS if the gradient stays for ``ahead`` steps, share of entries above 1.2 then).
+
+    Entry by entry, from the optimizer's own state, over the entries that have a gradient (the rows of a table that
+    were looked up); in units of the learning rate. NaN where the gradient is gone. Reads the device.
     """
     from dynguard.torch.moments import moments
 
@@ -196,11 +252,14 @@ def exact(event: GradientEvent, index: int, ahead: int) -> tuple[float, float, f
     kept = moments(training.optimizer, event.parameters[index], training.optimizer.param_groups[training.groups[index]])
     if kept is None or kept.second is None or gradient.is_sparse:
         return math.nan, math.nan, math.nan
-    g = gradient.detach().double()
+    where = gradient.detach() != 0
+    g = gradient.detach()[where].double()
+    if not g.numel():
+        return 0.0, 0.0, 0.0
     if event.scale is not None:
         g = g / event.scale.to(g.device)
-    first = kept.first.double() if kept.first is not None and kept.corrected else g * 0.0
-    second = kept.second.double()
+    first = kept.first[where].double() if kept.first is not None and kept.corrected else g * 0.0
+    second = kept.second[where].double()
     beta1, steps = (kept.beta1 if kept.corrected else 0.0), float(kept.step)
 
     def update(k: int) -> Any:
@@ -213,5 +272,5 @@ def exact(event: GradientEvent, index: int, ahead: int) -> tuple[float, float, f
     return (
         float(now.square().mean().sqrt()),
         float(then.square().mean().sqrt()),
-        float((then.abs() > 1.5).double().mean()),
+        float((then.abs() > 1.2).double().mean()),
     )
