@@ -133,7 +133,7 @@ def fit(seed: int) -> tuple[nn.Module, Callable[[int], Any], Callable[[Any], Ten
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(10_000 + seed))
     y = torch.sin(2 * x[:, :1]) * x[:, 1:2] + x[:, 2:3]
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    return model, lambda _: (x, y), lambda b: F.mse_loss(model(b[0]), b[1])  # type: ignore[no-untyped-call] # torch leaves it untyped
+    return model, lambda _: (x, y), lambda b: F.mse_loss(model(b[0]), b[1])
 
 
 KINDS = {"gpt": gpt, "shift": shift, "fit": fit}
@@ -149,7 +149,7 @@ def train(kind: str, rate: float, seed: int) -> dict[str, Any]:
         for step in range(STEPS):
             loss = loss_fn(batch(step))
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
             optimizer.step()
             losses.append(round(loss.item(), 5))
         flow.close()

@@ -15,7 +15,7 @@ from dynguard_plugins.stability.baseline import namespace
 if TYPE_CHECKING:
     from dynguard.events import GradientEvent
 
-AHEAD = (1, 2, 4, 8, 16)  # steps at which a gradient that stays is followed
+AHEAD = (1, 8, 16)  # steps at which a gradient that stays is followed
 UNCORRECTED_AGE = 100  # updates that a layer must have had under an optimizer without bias correction
 RESYNC = 50  # steps after which the second moments are read from the optimizer again
 TINY = 1e-38
@@ -67,6 +67,7 @@ class Updates:
         self.corrected: Any = None
         self.level: Any = None  # log of the usual global norm
         self._since = 0
+        self._ahead: list[tuple[Any, Any]] = []  # by k in AHEAD: beta2 ** k, 1 - beta1 ** k
         self._pending: tuple[Any, Any] | None = None
 
     def ready(self, event: GradientEvent, norms: Any) -> bool:
@@ -121,6 +122,7 @@ class Updates:
         self.mean, self.steps = _as(means, norms), _as(steps, norms)
         self.sizes, self.beta1, self.beta2 = _as(sizes, norms), _as(beta1, norms), _as(beta2, norms)
         self.eps, self.corrected = _as(eps, norms), _as(corrected, norms)
+        self._ahead = [(self.beta2**k, 1.0 - self.beta1**k) for k in AHEAD]
 
     def settle(self, event: GradientEvent) -> None:
         """Take in the gradients of the last step, unless that was kept from the optimizer."""
@@ -140,13 +142,15 @@ class Updates:
         square = (norms * norms) / self.sizes
         fine = xp.isfinite(square)
         square = xp.where(fine, square, square * 0.0 if xp is not np else np.zeros_like(square))
-        present = _as([1.0 if _followed(g) else 0.0 for g in event.gradients], norms)
+        present = _present(event.gradients, norms)
         self._pending = (square, present * fine)
-        usual = self.mean / self._correction(self.steps)
+        past = self.beta2 ** xp.maximum(self.steps, self.steps * 0.0 + 1.0)
+        usual = self.mean / self._correction(past)
         ratio = xp.sqrt(square / (usual + TINY))
-        peak = self._size(square, AHEAD[0])
-        for k in AHEAD[1:]:
-            peak = xp.maximum(peak, self._size(square, k))
+        root = xp.sqrt(square)
+        peak = root * 0.0
+        for decay, share in self._ahead:
+            peak = xp.maximum(peak, self._size(square, root, past, decay, share))
         # without a bias correction the first updates are as large as this by design
         young = (self.corrected == 0) & (self.steps < UNCORRECTED_AGE)
         known = (self.beta2 > 0) & (self.steps > 0) & fine & (present > 0) & ~young
@@ -157,21 +161,18 @@ class Updates:
             peak=xp.where(known, peak, zero),
             ratio=xp.where(known, ratio, zero),
             remembered=xp.sqrt(usual) / entry,
-            present=xp.sqrt(square) / entry,
+            present=root / entry,
             rise=rise,
         )
 
-    def _size(self, square: Any, k: int) -> Any:
+    def _size(self, square: Any, root: Any, past: Any, decay: Any, share: Any) -> Any:
         xp = namespace(square)
-        decay = self.beta2**k
         after = decay * self.mean + (1.0 - decay) * square
-        share = 1.0 - self.beta1**k
-        return share * xp.sqrt(square) / (xp.sqrt(after / self._correction(self.steps + k)) + self.eps + TINY)
+        return share * root / (xp.sqrt(after / self._correction(past * decay)) + self.eps + TINY)
 
-    def _correction(self, steps: Any) -> Any:
-        xp = namespace(self.beta2)
-        raw = 1.0 - self.beta2 ** xp.maximum(steps, steps * 0.0 + 1.0)
-        return xp.where(self.corrected > 0, raw, raw * 0.0 + 1.0)
+    def _correction(self, past: Any) -> Any:
+        """1 - beta2 ** t, given the power; 1 where the optimizer corrects nothing."""
+        return 1.0 - past * self.corrected
 
     def _rise(self, xp: Any, total: Any) -> Any:
         """By how much the global norm lies above its usual level (log units); the level is an average over 50 steps."""
@@ -210,6 +211,13 @@ def _as(values: Sequence[Any], like: Any) -> Any:
         if isinstance(value, torch.Tensor):
             base[i] = value.to(base)
     return base
+
+
+def _present(gradients: Sequence[Any], like: Any) -> Any:
+    """(n,) 1 where there is a gradient to follow, 0 elsewhere."""
+    if all(_followed(g) for g in gradients):
+        return np.ones(len(gradients)) if isinstance(like, np.ndarray) else like.new_ones(len(gradients))
+    return _as([1.0 if _followed(g) else 0.0 for g in gradients], like)
 
 
 def _followed(gradient: Any) -> bool:
