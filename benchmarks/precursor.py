@@ -17,6 +17,7 @@ update of its step). What that is worth is told by "chance": the share of window
 spike in them, nor 30 steps before or after them, that hold an alarm too. Thresholds are fixed beforehand: 2.3 for RMS
 (Wortsman et al. 2023, arXiv 2304.13013, section 3.4), 1.5 for updates (``peak`` of precursor), 2.5 and 6 as published;
 or such that clean runs at seeds 100 and up, which are not evaluated, alarm at 1 step in 1,000.
+AUC needs no threshold: how often a window before a spike scores higher than one without.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import mannwhitneyu  # type: ignore[import-untyped]  # scipy ships no types
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,7 +54,7 @@ RATES = {
 SEEDS = {"hot": tuple(range(8)), "clean": tuple(range(8))}
 CALIBRATION = (100, 101, 102, 103)
 FIXED = {
-    "precursor: |g| / sqrt(v) by layer": 2.3,
+    "precursor: g over sqrt(v) by layer": 2.3,
     "precursor: update to come by layer": 1.5,
     "RMS of g / sqrt(v), any layer": 2.3,
     "RMS of g / sqrt(v), embedding or first": 2.3,
@@ -202,8 +204,8 @@ def table(runs: list[dict[str, Any]]) -> str:
         f"{sum(r['seed'] in CALIBRATION for r in runs)} clean runs for thresholds.",
         "",
         "| score | threshold | " + " | ".join(f"recall at lead {n} (chance)" for n in LEADS)
-        + " | in the step itself | false per 1,000 clean steps |",
-        "|" + "---|" * (len(LEADS) + 4),
+        + " | AUC at " + ", ".join(map(str, LEADS)) + " | in the step itself | false per 1,000 clean steps |",
+        "|" + "---|" * (len(LEADS) + 5),
     ]  # fmt: skip
     for name, fixed in FIXED.items():
         pool = np.concatenate([r["scores"][name][WARM:] for r in runs if r["seed"] in CALIBRATION] or [[]])
@@ -213,24 +215,40 @@ def table(runs: list[dict[str, Any]]) -> str:
             levels.append((f"{level:.3g} (1 in 1,000)", level))
         for label, level in levels:
             cells = [_recall(name, level, hot, onsets, lead) for lead in LEADS]
+            areas = ", ".join(f"{_area(name, hot, onsets, lead):.2f}" for lead in LEADS)
             itself = [r["scores"][name][t] > level for r in hot for t in onsets[id(r)]]
             steps = np.concatenate([r["scores"][name][WARM:] for r in clean])
             lines.append(
                 f"| {name} | {label} | "
                 + " | ".join(cells)
-                + f" | {np.mean(itself):.0%} | {1000 * np.mean(steps > level):.2f} |"
+                + f" | {areas} | {np.mean(itself):.0%} | {1000 * np.mean(steps > level):.2f} |"
             )
     return "\n".join(lines)
 
 
-def _recall(name: str, level: float, hot: list[dict[str, Any]], onsets: dict[int, list[int]], lead: int) -> str:
-    hits, chance = [], []
+def _largest(name: str, hot: list[dict[str, Any]], onsets: dict[int, list[int]], lead: int) -> tuple[Any, Any]:
+    """The largest score in every window before a spike, and in every one without."""
+    before, without = [], []
     for run in hot:
-        above = np.asarray(run["scores"][name]) > level
-        hits += [bool(above[t - BACK : t - lead + 1].any()) for t in onsets[id(run)]]
-        windows = quiet_windows(onsets[id(run)], len(above), lead)
-        chance += [bool(above[w.start : w.stop].any()) for w in windows]
-    return f"{np.mean(hits):.0%} ({np.mean(chance):.0%})" if hits and chance else "-"
+        scores = np.asarray(run["scores"][name])
+        before += [scores[t - BACK : t - lead + 1].max() for t in onsets[id(run)]]
+        without += [scores[w.start : w.stop].max() for w in quiet_windows(onsets[id(run)], len(scores), lead)]
+    return np.asarray(before), np.asarray(without)
+
+
+def _area(name: str, hot: list[dict[str, Any]], onsets: dict[int, list[int]], lead: int) -> float:
+    """How often a window before a spike scores higher than one without: 0.5 is worth nothing."""
+    before, without = _largest(name, hot, onsets, lead)
+    if not len(before) or not len(without):
+        return math.nan
+    return float(mannwhitneyu(before, without).statistic) / (len(before) * len(without))
+
+
+def _recall(name: str, level: float, hot: list[dict[str, Any]], onsets: dict[int, list[int]], lead: int) -> str:
+    before, without = _largest(name, hot, onsets, lead)
+    if not len(before) or not len(without):
+        return "-"
+    return f"{np.mean(before > level):.0%} ({np.mean(without > level):.0%})"
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Stale second moments, growing logits, and what is left alone."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dynguard import Action, FlowManager
+from dynguard.arrays import as_on_device
 from dynguard.testing import check_plugin
 from dynguard_plugins.stability.precursor import Precursor
 from dynguard_plugins.stability.precursor_logits import trend
@@ -15,7 +17,7 @@ from dynguard_plugins.stability.precursor_places import places
 from dynguard_plugins.stability.precursor_updates import Updates
 
 
-def wake(optimizer_of, plugins, tmp_path, steps=330, at=300, **options):
+def wake(optimizer_of, plugins, tmp_path, steps=330, at=300, each=None, **options):
     """A layer without gradient (zeros) that gets an ordinary one from step ``at`` on; (flow, ways of its updates)."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"main": nn.Linear(8, 1), "late": nn.Linear(32, 1, bias=False)})
@@ -27,6 +29,8 @@ def wake(optimizer_of, plugins, tmp_path, steps=330, at=300, **options):
             x, r = torch.randn(32, 8), torch.randn(32, 32) * float(step >= at)
             target = x.sum(1, keepdim=True) + torch.randn(32, 1)
             (model["main"](x) + model["late"](r) - target).square().mean().backward()
+            if each is not None:
+                each(model, step)
             before = model["late"].weight.detach().clone()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
@@ -156,6 +160,21 @@ def test_deferred_reads_drop_the_step_and_repair_it_late(tmp_path):
     assert ways[300] == 0.0
     assert max(ways) < 1.1e-2
     assert flow.interventions[0].step == 300
+
+
+def test_the_same_is_found_on_a_device_and_nonfinite_gradients_are_not_learnt(tmp_path):
+    def poison(model, step):
+        if step in (50, 120):
+            model["main"].weight.grad[0, 0] = math.nan
+
+    make = lambda p: torch.optim.Adam(p, lr=1e-2)  # noqa: E731
+    told = []
+    for name in ("host", "device"):
+        with as_on_device() if name == "device" else nullcontext():
+            flow, ways = wake(make, ["spike", Precursor()], tmp_path / name, each=poison)
+        told.append([(f.step, f.subject) for f in flow.findings if f.kind == "update_spike"])
+        assert max(ways) < 1.1e-2
+    assert told == [[(300, "late.weight")]] * 2
 
 
 def test_sgd_has_no_second_moment(tmp_path):

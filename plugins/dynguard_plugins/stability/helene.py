@@ -58,9 +58,9 @@ class Helene:
     estimate; in a resumed run h is estimated anew at its first step (it is as large as the model, so it isn't saved),
     what is usual in each layer is taken up.
 
-    Cost: ``(forward + backward of share * batch) / every`` a step, plus a clamp (two passes over the gradients and
-    their limits, no host read) and 256 entries per layer. Memory: three times the gradients' size, one of it in
-    float32. Reads the host at estimates only.
+    Cost a step: ``(forward + backward of share * batch + 5 passes over the weights) / every``, one clamp of the
+    gradients between stored limits (four streams of memory, no host read) and 256 entries per layer. Memory: h in
+    float32 and two limits in the gradients' dtype. The host is read at estimates only.
 
     Args:
         base_clip: in units of weights, or ``auto``.
@@ -111,13 +111,11 @@ class Helene:
         limits.clip(event, chosen)
 
     def _estimate(self, watched: Watched, event: GradientEvent, chosen: list[int]) -> bool:
-        since = watched.since
-        watched.since = 0 if since is None else since + 1
-        if since is not None and watched.since < self.every:
+        if watched.since is not None and watched.since + 1 < self.every:
+            watched.since += 1
             return False
         if not bool(event.global_norm < float("inf")):
-            watched.since = since if since is None else self.every  # at the next step, then
-            return False
+            return False  # due again at the next step
         watched.since = 0
         watched.curvature.estimate(event, chosen)
         return True

@@ -68,6 +68,10 @@ class Precursor:
     **Betas** with ``beta1 >= sqrt(beta2)``, for which Adam need not converge (Reddi et al. 2018, arXiv 1904.09237,
     theorem 4's condition), are told once as ``spiky_betas`` (info).
 
+    What it does not do: foretell spikes that come of too high a learning rate with second moments up to date. On 96
+    such spikes of small models its scores did no better than chance (``benchmarks/precursor.py``), which is why they
+    raise no alarm.
+
     Cost: some 60 operations on arrays of one entry per layer at each step, one pass over the second moments every 50
     steps, and once in ``every`` forward passes a maximum over the output and a few attention logits per layer.
 
