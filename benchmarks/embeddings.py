@@ -36,8 +36,8 @@ from torch.nn import functional as F
 from benchmarks.peers import FOLDER
 from benchmarks.timing import interleave, quiet, ratios
 from dynguard import FlowManager
+from dynguard_plugins.embeddings.measures import entropy, gini
 from dynguard_plugins.embeddings.rows import Rows
-from dynguard_plugins.embeddings.rows_report import entropy, gini
 
 PEERS = ("0.6.0", "0.9.0")
 WIDTH, IDS, ZIPF = 64, 4096, 10_000

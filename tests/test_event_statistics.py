@@ -74,3 +74,19 @@ def test_cosine_is_that_of_successive_gradients(tmp_path):
             dot = sum(x * y for x, y in zip(a, b, strict=True))
             expected = dot / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
             assert float(plugin.seen["cosine"][step][layer]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_rms_ratio_of_complex_gradients_goes_by_their_magnitude(tmp_path):
+    """torch keeps the squares of real and imaginary parts apart: |g|^2 / (v_re + v_im)."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(6, dtype=torch.complex64))])
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.8, 0.9))
+    plugin = Asks("rms_ratio")
+    with FlowManager(model, optimizer, plugins=[plugin], run_dir=tmp_path / "run", strict=True):
+        for _ in range(2):
+            (model[0] * torch.randn(6, dtype=torch.complex64)).abs().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = (g[0] for g in plugin.gradients)
+    expected = (second.abs().square() / first.abs().square()).mean().sqrt()
+    torch.testing.assert_close(plugin.seen["rms_ratio"][1][0], expected, rtol=1e-4, atol=0)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dynguard.torch.probe import Probe, ProbeError
+from dynguard.torch.statistics import wide
 
 Method = Literal["finite_difference", "double_backward"]
 # Step of the difference in units of the weights' norm: the root of the precision, where rounding (precision / step) and
@@ -81,11 +82,10 @@ class Curvature:
             raise ProbeError("weights in half precision can't be moved finely enough for a difference of gradients")
         self._decay = list(decay or [0.0] * len(parameters))
         self._base: list[Tensor] | None = None
-        wide = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-        self._dtype = wide
+        self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
         self._device = parameters[0].device
-        self.step = step or STEP.get(wide, NARROW_STEP)
-        self._roots = [_root(s, wide) for s in scales or [None] * len(parameters)]
+        self.step = step or STEP.get(self._dtype, NARROW_STEP)
+        self._roots = [_root(s, self._dtype) for s in scales or [None] * len(parameters)]
         self.size = sum(p.numel() for p in parameters)
 
     def product(self, vector: Tensor) -> Tensor:
@@ -197,11 +197,7 @@ def _moved(parameters: Sequence[Tensor], vectors: Sequence[Tensor], step: float)
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    return math.hypot(*(float(torch.linalg.vector_norm(t.detach(), dtype=_wide(t))) for t in tensors if t.numel()))
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return math.hypot(*(float(torch.linalg.vector_norm(t.detach(), dtype=wide(t.dtype))) for t in tensors if t.numel()))
 
 
 def _root(scale: Any, dtype: torch.dtype) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dynguard.events import EmbeddingEvent, GradientEvent
 from dynguard.torch.distributed import is_sharded
 from dynguard.torch.probe import probing
+from dynguard.torch.statistics import wide
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -90,7 +91,7 @@ def embedding_events(event: GradientEvent, lookups: Lookups) -> Iterator[Embeddi
         if is_sharded(weight):
             continue  # a row may live on another rank
         rows, counts, values = _rows(ids, gradient, weight)
-        norms = torch.linalg.vector_norm(values, dim=1, dtype=_wide(values)) if values is not None else None
+        norms = torch.linalg.vector_norm(values, dim=1, dtype=wide(values.dtype)) if values is not None else None
         if norms is None:
             norms = torch.zeros(rows.shape[0], device=rows.device)
         if event.scale is not None:
@@ -134,7 +135,3 @@ def _rows(ids: Tensor | None, gradient: Tensor | None, weight: Tensor) -> tuple[
     at = torch.searchsorted(have, rows).clamp_max(have.shape[0] - 1)
     known = (have[at] == rows).unsqueeze(1)
     return rows, counts, torch.where(known, summed.values()[at], 0.0)
-
-
-def _wide(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32

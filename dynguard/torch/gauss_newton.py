@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dynguard.torch.probe import Probe, ProbeError
+from dynguard.torch.statistics import wide
 
 LEAST = 4  # rows of a batch that is taken in part
 
@@ -224,7 +225,7 @@ def diagonal(probe: Probe, seed: int = 0) -> list[Tensor]:
 
 def widened(tensor: Tensor) -> Tensor:
     """In float64 if it is, else in float32."""
-    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
+    return tensor.to(wide(tensor.dtype))
 
 
 def part(batch: Any, share: float) -> Any:

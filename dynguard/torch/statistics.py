@@ -169,7 +169,8 @@ class Statistics:
                 continue
             assert gradient is not None
             assert variance is not None
-            wider = gradient.detach().to(wide(gradient.dtype))
+            size = gradient.detach().abs() if gradient.is_complex() else gradient.detach()
+            wider = size.to(wide(size.dtype))
             ratios.append(wider / variance.clamp_min(tiny).sqrt())
             counts.append(math.sqrt(gradient.numel()) if gradient.numel() else math.nan)
         values = norms(ratios) if any(r is not None for r in ratios) else self.norms * 0

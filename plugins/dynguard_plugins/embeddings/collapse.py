@@ -9,6 +9,7 @@ from pydantic import Field
 
 from dynguard import Finding, Section, Table, hookimpl, validated
 from dynguard.findings import Figure, Scalar
+from dynguard_plugins.rounding import short
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,7 +151,7 @@ def _of_tables(tables: Tables) -> Table:
         samples = watched.read()
         if samples:
             (_, first), (step, now) = samples[0], samples[-1]
-            rows.append((watched.name, step, *(_short(x) for pair in zip(first, now, strict=True) for x in pair)))
+            rows.append((watched.name, step, *(short(x) for pair in zip(first, now, strict=True) for x in pair)))
     columns = [
         f"{name} {when}" for name in ("rank", "abundance", "distance", "norm", "apart") for when in ("first", "now")
     ]
@@ -163,8 +164,8 @@ def _of_outputs(outputs: Outputs) -> Table:
         samples = place.read()
         if samples:
             (_, first), (step, now) = samples[0], samples[-1]
-            spreads = _short(first[0] ** 0.5), _short(now[0] ** 0.5)
-            rows.append((name, step, *spreads, _short(first[2]), _short(now[2])))
+            spreads = short(first[0] ** 0.5), short(now[0] ** 0.5)
+            rows.append((name, step, *spreads, short(first[2]), short(now[2])))
     columns = ("module", "step", "spread first", "spread now", "participation first", "participation now")
     return Table(title="Outputs", columns=columns, rows=tuple(rows))
 
@@ -174,7 +175,7 @@ def _of_codebooks(codebooks: Codebooks) -> Table:
     for name, book in codebooks.books.items():
         windows = book.read()
         if windows:
-            rows.append((name, book.size, windows[-1][0], _short(windows[0][1]), _short(windows[-1][1])))
+            rows.append((name, book.size, windows[-1][0], short(windows[0][1]), short(windows[-1][1])))
     columns = ("codebook", "entries", "step", "perplexity first", "perplexity now")
     return Table(title="Codebooks", columns=columns, rows=tuple(rows))
 
@@ -188,7 +189,3 @@ def _ranks(tables: Tables) -> Iterable[Figure]:
                 series={"rank": tuple(v[0] for _, v in samples)}, x_label="step", y_label="RankMe",
                 alt=f"from {samples[0][1][0]:.1f} to {samples[-1][1][0]:.1f}",
             )  # fmt: skip
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -175,10 +175,8 @@ def rank_correlation(x: npt.ArrayLike, y: npt.ArrayLike, level: float = 0.95) ->
     return r, float(np.tanh(middle - half)), float(np.tanh(middle + half))
 
 
-def bootstrap_mean(values: npt.ArrayLike, level: float = 0.95, draws: int = 2000) -> tuple[float, float]:
-    """Percentile interval of the mean of (n,) values by resampling them; always the same draws."""
+def bootstrap_means(values: npt.ArrayLike, draws: int = 2000) -> Array:
+    """(draws,) means of (n,) values resampled with replacement; always the same draws."""
     x = np.asarray(values, dtype=np.float64)
     random = np.random.default_rng(0)
-    means = np.array([x[random.integers(0, x.size, x.size)].mean() for _ in range(draws)])
-    low, high = np.quantile(means, [0.5 - level / 2, 0.5 + level / 2])
-    return float(low), float(high)
+    return np.array([x[random.integers(0, x.size, x.size)].mean() for _ in range(draws)])

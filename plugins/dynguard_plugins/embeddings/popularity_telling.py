@@ -12,6 +12,8 @@ import numpy.typing as npt
 from dynguard import Action, Evidence, Finding, Severity, Table
 from dynguard.findings import Figure
 from dynguard_plugins.embeddings import measures
+from dynguard_plugins.embeddings.rows_report import label
+from dynguard_plugins.rounding import short
 
 CLEAR = 0.3  # an inversion's interval must lie below minus this
 SIGN_LEVEL = 1e-3
@@ -61,7 +63,7 @@ def inversion(exposed: Exposed, limit: float, level: float, labels: Sequence[str
     if not (_mostly(rare > 0) and frequent < 0 and falling >= FALLING):
         return None
     down = exposed.rows[order[::-1][:3]]
-    named = ", ".join(repr(name_of(int(i), labels)) for i in down)
+    named = ", ".join(repr(label(int(i), labels)) for i in down)
     return Finding(
         kind="popularity_bias",
         severity=Severity.WARNING,
@@ -111,7 +113,8 @@ def lifted(exposed: Exposed, lists: Sequence[Sequence[int]], limit: float, head:
     lift = _lift(exposed, lists)
     if lift is None:
         return None
-    low, high = measures.bootstrap_mean(lift, LIFT_LEVEL)
+    means = measures.bootstrap_means(lift)
+    low, high = np.quantile(means, [0.5 - LIFT_LEVEL / 2, 0.5 + LIFT_LEVEL / 2]).tolist()
     given = np.bincount(np.concatenate([np.asarray(i) for i in lists]), minlength=len(exposed.counts))
     of_lists, of_data = measures.gini(given), measures.gini(exposed.counts)
     amplifies = low > limit and of_lists > of_data
@@ -130,7 +133,8 @@ def lifted(exposed: Exposed, lists: Sequence[Sequence[int]], limit: float, head:
         implies=f"the model {what} the popularity in its data: "
         + ("the tail is hardly recommended" if amplifies else "what most users choose is hardly recommended"),
         expected_effect="a correction for popularity (log q, inverse propensity) brings recommendations nearer to data",
-        confidence=LIFT_LEVEL,  # of the interval, which lies beyond the limit
+        # how often resampled lists lie beyond the limit, too
+        confidence=float(np.mean(means > limit if amplifies else means < -limit)),
         evidence=(
             Evidence(name="what", value=what),
             Evidence(name="popularity_lift", value=float(lift.mean())),
@@ -159,21 +163,16 @@ def _lift(exposed: Exposed, lists: Sequence[Sequence[int]]) -> Any:
     return measures.per_list(lists, exposed.counts) / usual - 1.0 if usual > 0 else None
 
 
-def name_of(row: int, labels: Sequence[str] | None) -> str:
-    """The row's label, or its number."""
-    return str(labels[row]) if labels is not None and row < len(labels) else str(row)
-
-
 def overview(tables: Sequence[Exposed], head: float) -> Table:
     """One line a table."""
     rows = []
     for t in tables:
         r, low, high = measures.rank_correlation(t.values, t.counts[t.rows])
         rows.append((
-            t.name, len(t.counts), int(t.counts.sum()), *(_short(f(t.counts)) for f in (
-                measures.gini, measures.entropy, measures.coverage)), _short(measures.head_share(t.counts, head)),
-            _short(1.0 - measures.head_share(t.counts, head)), "movement" if t.moved else "norm",
-            _short(r), _short(low), _short(high),
+            t.name, len(t.counts), int(t.counts.sum()), *(short(f(t.counts)) for f in (
+                measures.gini, measures.entropy, measures.coverage)), short(measures.head_share(t.counts, head)),
+            short(1.0 - measures.head_share(t.counts, head)), "movement" if t.moved else "norm",
+            short(r), short(low), short(high),
         ))  # fmt: skip
     return Table(
         title="Exposure",
@@ -192,10 +191,10 @@ def recommendations(tables: Sequence[tuple[Exposed, Sequence[Sequence[int]]]], h
         lift = _lift(t, lists)
         given = np.bincount(np.concatenate([np.asarray(i) for i in lists]), minlength=len(t.counts))
         rows.append((
-            t.name, len(lists), _short(_arp(t, lists)),
-            _short(measures.average_share_of_long_tail(lists, t.counts, head)),
-            None if lift is None else _short(lift.mean()), _short(measures.gini(given)),
-            _short(measures.gini(t.counts)), _short(measures.coverage(given)),
+            t.name, len(lists), short(_arp(t, lists)),
+            short(measures.average_share_of_long_tail(lists, t.counts, head)),
+            short(None if lift is None else lift.mean()), short(measures.gini(given)),
+            short(measures.gini(t.counts)), short(measures.coverage(given)),
         ))  # fmt: skip
     return Table(
         title="Recommendations",
@@ -216,8 +215,8 @@ def most_exposed(exposed: Exposed, labels: Sequence[str] | None, top: int) -> Ta
         title=f"Most exposed rows of {exposed.name}",
         columns=("row", "label", "exposures", "share", what),
         rows=tuple(
-            (int(exposed.rows[i]), name_of(int(exposed.rows[i]), labels), int(seen[i]), _short(seen[i] / total),
-             _short(exposed.values[i])) for i in order
+            (int(exposed.rows[i]), label(int(exposed.rows[i]), labels), int(seen[i]), short(seen[i] / total),
+             short(exposed.values[i])) for i in order
         ),
     )  # fmt: skip
 
@@ -231,7 +230,3 @@ def lorenz(exposed: Exposed) -> Figure:
         x_label="share of rows, rarest first", y_label="share of exposures",
         alt=f"Gini coefficient {measures.gini(exposed.counts):.2f}",
     )  # fmt: skip
-
-
-def _short(value: float) -> float | None:
-    return float(f"{value:.4g}") if np.isfinite(value) else None

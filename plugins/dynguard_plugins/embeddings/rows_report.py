@@ -10,39 +10,19 @@ import numpy.typing as npt
 
 from dynguard import Table
 from dynguard.findings import Figure, Scalar
+from dynguard_plugins.embeddings import measures
 from dynguard_plugins.embeddings.ledger import Columns
+from dynguard_plugins.rounding import short
 
 Array = npt.NDArray[Any]
 POINTS = 100
 
 
-def gini(exposures: Array) -> float:
-    """Gini coefficient of (N,) counts: 0 where all are equal, towards 1 where one has all."""
-    x = np.sort(exposures.astype(np.float64))
-    total = x.sum()
-    if total <= 0:
-        return 0.0
-    n = len(x)
-    return float(2 * (np.arange(1, n + 1) * x).sum() / (n * total) - (n + 1) / n)
-
-
-def entropy(exposures: Array) -> float:
-    """Shannon entropy of the look-ups over rows, in nats."""
-    total = exposures.sum()
-    if total <= 0:
-        return 0.0
-    p = exposures[exposures > 0] / total
-    return float(-(p * np.log(p)).sum())
-
-
 def overview(table: str, columns: Columns, steps: int, oscillating: int) -> tuple[Any, ...]:
     """One row of the table of tables."""
     exposures = columns.exposures
-    covered = float((exposures > 0).mean()) if len(exposures) else 0.0
-    return (
-        table, len(exposures), steps, int(exposures.sum()), round(covered, 4),
-        round(gini(exposures), 4), round(entropy(exposures), 4), oscillating,
-    )  # fmt: skip
+    numbers = (short(measure(exposures)) for measure in (measures.coverage, measures.gini, measures.entropy))
+    return (table, len(exposures), steps, int(exposures.sum()), *numbers, oscillating)
 
 
 OVERVIEW = ("table", "rows", "steps", "look-ups", "coverage", "Gini", "entropy (nats)", "oscillating")
@@ -50,15 +30,12 @@ OVERVIEW = ("table", "rows", "steps", "look-ups", "coverage", "Gini", "entropy (
 
 def lorenz(table: str, exposures: Array) -> Figure:
     """Share of look-ups that the least exposed rows have, against their share of the table."""
-    x = np.sort(exposures.astype(np.float64))
-    cumulated = np.concatenate([[0.0], np.cumsum(x)]) / max(x.sum(), 1.0)
-    at = np.unique(np.linspace(0, len(x), POINTS + 1).astype(int))
-    shares = at / max(len(x), 1)
+    shares, cumulated = measures.lorenz(exposures)
     return Figure(
         title=f"Exposure of {table}", mark="line", x=tuple(shares.tolist()),
-        series={"look-ups": tuple(cumulated[at].tolist()), "if all were equal": tuple(shares.tolist())},
+        series={"look-ups": tuple(cumulated.tolist()), "if all were equal": tuple(shares.tolist())},
         x_label="share of rows, least exposed first", y_label="share of look-ups",
-        alt=f"Lorenz curve of the exposure of {table}: Gini {gini(exposures):.3f}.",
+        alt=f"Lorenz curve of the exposure of {table}: Gini {measures.gini(exposures):.3f}.",
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from dynguard import Action, Evidence, Finding, Section, Severity, Table, hookimpl, validated
 from dynguard.findings import Figure
+from dynguard_plugins.rounding import short
 
 if TYPE_CHECKING:
     from dynguard.events import EmbeddingEvent, GradientEvent
@@ -257,7 +258,7 @@ def _tell(source: str, step: int, towers: tuple[str, str], ratio: float, values:
 
 def _medians(source: str, towers: Sequence[str], values: Array) -> Table:
     rows = tuple(
-        (t, _middle(values[:, 0, i]), _middle(values[:, 1, i]), _short(values[-1, 2, i])) for i, t in enumerate(towers)
+        (t, _middle(values[:, 0, i]), _middle(values[:, 1, i]), short(values[-1, 2, i])) for i, t in enumerate(towers)
     )
     title = f"Towers of {source}" if source else "Towers"
     return Table(title=title, columns=("tower", "velocity", "gradient norm", "drift at the end"), rows=rows)
@@ -276,7 +277,7 @@ def _correlations(source: str, towers: Sequence[str], values: Array) -> Table:
                 else np.nan
                 for k in range(3)
             ]
-            rows.append((a, towers[j], *(_short(x) for x in found), int(both.sum())))
+            rows.append((a, towers[j], *(short(x) for x in found), int(both.sum())))
     title = f"Correlations of {source}" if source else "Correlations"
     return Table(title=title, columns=("tower", "other", *NAMES, "samples"), rows=tuple(rows))
 
@@ -285,7 +286,7 @@ def _velocities(source: str, towers: Sequence[str], steps: Array, values: Array)
     return Figure(
         title=f"Velocity of the towers of {source}" if source else "Velocity of towers",
         mark="line", x=tuple(int(s) for s in steps),
-        series={t: tuple(_short(x) for x in values[:, 0, i]) for i, t in enumerate(towers)},
+        series={t: tuple(short(x) for x in values[:, 0, i]) for i, t in enumerate(towers)},
         x_label="step", y_label="relative velocity",
         alt="; ".join(f"{t}: {_middle(values[:, 0, i])}" for i, t in enumerate(towers)),
     )  # fmt: skip
@@ -294,8 +295,4 @@ def _velocities(source: str, towers: Sequence[str], steps: Array, values: Array)
 def _middle(values: Array) -> float | None:
     """Median of what is finite."""
     finite = values[np.isfinite(values)]
-    return _short(float(np.median(finite))) if finite.size else None
-
-
-def _short(value: float) -> float | None:
-    return float(f"{value:.4g}") if np.isfinite(value) else None
+    return short(float(np.median(finite))) if finite.size else None

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from dynguard import Figure, Finding, Section, Signal, Table, hookimpl, validated
 from dynguard.errors import OptionError
+from dynguard_plugins.rounding import short
 from dynguard_plugins.stability import eos_telling as telling
 from dynguard_plugins.stability.eos_along import Along
 from dynguard_plugins.stability.eos_forecast import forecast
@@ -273,8 +274,8 @@ class Eos:
             for subject, watched in layers.items():
                 shown = watched.checks[:: max(1, len(watched.checks) // 20)]
                 rows += [
-                    (source, subject, c.step, _short(c.sharpness), _short(c.threshold), _short(c.ratio),
-                     _short(c.residual), c.gradients) for c in shown
+                    (source, subject, c.step, short(c.sharpness), short(c.threshold), short(c.ratio),
+                     short(c.residual), c.gradients) for c in shown
                 ]  # fmt: skip
         tables = [Table(columns=columns, rows=tuple(rows))] if rows else []
         text = "Sharpness on a batch against the largest that the optimizer's step is stable at (ratio 1)."
@@ -334,13 +335,9 @@ def _figure(source: str, checks: list[Check]) -> Figure:
     return Figure(
         title=f"Sharpness over threshold{': ' + name if name else ''}",
         x=tuple(c.step for c in shown),
-        series={"ratio": tuple(_short(c.ratio) for c in shown), "edge": (1.0,) * len(shown)},
+        series={"ratio": tuple(short(c.ratio) for c in shown), "edge": (1.0,) * len(shown)},
         x_label="step",
         y_label="ratio",
         alt=f"ratio of sharpness to threshold over {len(checks)} checks, {checks[0].ratio:.3g} at first, "
         f"{checks[-1].ratio:.3g} at last",
     )
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")

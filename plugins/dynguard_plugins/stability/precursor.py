@@ -12,6 +12,7 @@ from pydantic import Field
 
 from dynguard import Action, Evidence, Finding, Section, Severity, Signal, Table, hookimpl, validated
 from dynguard.arrays import local
+from dynguard_plugins.rounding import short
 from dynguard_plugins.stability.baseline import namespace
 from dynguard_plugins.stability.precursor_logits import Logits
 from dynguard_plugins.stability.precursor_updates import AHEAD, Screen, Updates, exact, raise_second
@@ -223,7 +224,7 @@ class Precursor:
         repaired = tuple((s, n, count) for s, w in self._watched.items() for n, count in w.repaired.items())
         logits = self.logits.samples() if self.logits is not None else {}
         rows = tuple(
-            (p, len(v), _short(v[0][1]), _short(max(x for _, x in v)), _short(v[-1][1])) for p, v in logits.items() if v
+            (p, len(v), short(v[0][1]), short(max(x for _, x in v)), short(v[-1][1])) for p, v in logits.items() if v
         )
         tables = []
         if repaired:
@@ -308,7 +309,3 @@ def _spiky(source: str, b1: float, b2: float) -> Finding:
             Evidence(name="largest_single_step", value=worst, unit="learning rates"),
         ),
     )
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
