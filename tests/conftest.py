@@ -87,3 +87,14 @@ def _own_excepthook() -> Iterator[None]:
     before = sys.excepthook
     yield
     sys.excepthook = before
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small layers gain nothing from more, and wait long for one another on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

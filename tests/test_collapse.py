@@ -17,13 +17,7 @@ from dynguard_plugins.embeddings.collapse import Collapse
 from dynguard_plugins.embeddings.collapse_outputs import representations, spread
 from dynguard_plugins.embeddings.collapse_tables import Tables, measure
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_contract():

@@ -14,14 +14,7 @@ from dynguard.testing import check_plugin, gradient_event
 from dynguard_plugins.stability.flow import Flow
 from dynguard_plugins.stability.flow_sample import PER_LAYER, TOTAL, Layout
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small layers gain nothing from more, and wait long for one another on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def play(flow, optimizer, gradients, steps):

@@ -12,13 +12,7 @@ from dynguard import Severity
 from dynguard.testing import check_plugin, embedding_event
 from dynguard_plugins.embeddings.popularity import Popularity
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_contract():
