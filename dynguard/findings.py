@@ -122,15 +122,20 @@ class Finding(_Leaving):
 
 
 def superseded(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings of a step, with the actions of those that another one explains better lowered to WARN."""
-    better = [f for f in findings if f.supersedes]
+    """The findings of a step, with the actions of those that another one explains better lowered to WARN.
+
+    Only a finding that asks for a deed itself can supersede others, never a stop, and never one that supersedes it.
+    """
+    better = [f for f in findings if f.supersedes and f.action.intervenes]
+
+    def explains(one: Finding, other: Finding) -> bool:
+        return other.kind in one.supersedes and other.subject in ("", one.subject)
 
     def give_way(finding: Finding) -> Finding:
-        if not finding.action.intervenes or not any(
-            finding.kind in b.supersedes and finding.subject in ("", b.subject) for b in better if b is not finding
-        ):
+        if not finding.action.intervenes or finding.action is Action.RAISE:
             return finding
-        return finding.model_copy(update={"action": Action.WARN})
+        beaten = any(explains(b, finding) and not explains(finding, b) for b in better if b is not finding)
+        return finding.model_copy(update={"action": Action.WARN}) if beaten else finding
 
     return [give_way(f) for f in findings] if better else list(findings)
 

@@ -109,6 +109,7 @@ class Judge:
         if watch.lookups is not None:
             for table in embedding_events(event, watch.lookups):
                 answers += self.bus.embeddings(table)
+            watch.lookups.forget_all_but([s.owned for s in watch.sources])
         if watch.keeper is not None:
             answers += watch.keeper.answers(source)
         if source.changed:

@@ -84,7 +84,8 @@ class Curvature:
         self._base: list[Tensor] | None = None
         self._dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
         self._device = parameters[0].device
-        self.step = step or STEP.get(self._dtype, NARROW_STEP)
+        usual = STEP.get(self._dtype, NARROW_STEP)
+        self.step, self.longest = step or usual, usual * COARSER
         self._roots = [_root(s, self._dtype) for s in scales or [None] * len(parameters)]
         self.size = sum(p.numel() for p in parameters)
 
@@ -147,8 +148,8 @@ def sharpness(
     coarse = False
     for k in range(rounds):
         if k and k == rounds - 1 and residual > 4 * tolerance and curvature.method == "finite_difference":
-            curvature.step *= COARSER
-            coarse = True
+            coarse = curvature.step < curvature.longest
+            curvature.step = curvature.longest
         value, residual, vector = _lanczos(curvature, vector, min(steps, curvature.size))
         if residual <= tolerance:
             break

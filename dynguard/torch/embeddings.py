@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,11 @@ class Lookups:
     def padding(self, weight: Tensor) -> int | None:
         """The row that is padding, or None."""
         return self._padding.get(id(weight))
+
+    def forget_all_but(self, owned: Sequence[Container[int]]) -> None:
+        """Let go of the ids of weights that are in none of these by ``id(weight)``: no watched optimizer holds them."""
+        for key in [key for key in self._ids if not any(key in mine for mine in owned)]:
+            del self._ids[key]
 
     def take(self, weight: Tensor) -> Tensor | None:
         """(k,) ids looked up since the last call, repeats included; None where there were none."""

@@ -21,6 +21,7 @@ FIRST = ("exp_avg", "momentum_buffer", "grad_avg")
 SECOND = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum", "exp_inf")
 # Second moments without a bias correction: zeroed, the next update would be 1 / sqrt(1 - alpha) times as large.
 UNCORRECTED = ("square_avg", "acc_delta")
+UNDIVIDED = ("RAdam",)  # until its rectification sets in, some five updates (Liu et al. 2020, "On the variance ...")
 COUNTERS = ("step", "steps", "mu_product")
 FACTORED = ("row_var", "col_var", "variance", "exp_avg_sq_row", "exp_avg_sq_col")
 ZEROED = ("exp_avg", "momentum_buffer", "grad_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", *FACTORED)
@@ -112,12 +113,15 @@ def can_reset(optimizer: Any, parameter: Any) -> str:
     """Why the moments of a parameter can't be reset, "" if they can.
 
     RMSprop and Adadelta divide by a second moment that they don't bias-correct: zeroed, the next update would be
-    ``1 / sqrt(1 - alpha)`` times as large. Their momentum can be reset (:func:`reset_moments` leaves the rest alone).
+    ``1 / sqrt(1 - alpha)`` times as large. RAdam's first updates are not divided at all. Their momentum can be
+    reset (:func:`reset_moments` leaves the rest alone).
     """
     state = optimizer.state.get(parameter)
     name = type(optimizer).__name__
     if not state:
         return f"{name} keeps no state of it yet"
+    if name in UNDIVIDED:
+        return f"the first updates of {name} are not divided by a second moment: their size would be the gradient's"
     if any(key in state for key in UNCORRECTED):
         return f"{name} does not bias-correct its second moment: zeroed, the next update would be far too large"
     if not any(key in state and isinstance(state[key], Tensor) for key in ZEROED):
@@ -135,7 +139,7 @@ def reset_moments(optimizer: Any, parameter: Any) -> list[str]:
     state = optimizer.state.get(parameter)
     if not state:
         return []
-    partly = any(key in state for key in UNCORRECTED)
+    partly = any(key in state for key in UNCORRECTED) or type(optimizer).__name__ in UNDIVIDED
     done = []
     with torch.no_grad():
         for key, value in state.items():

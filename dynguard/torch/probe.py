@@ -108,7 +108,7 @@ class Probe:
                 raise ProbeError(f"{type(error).__name__}: {str(error)[:300]}") from error
         if not found:
             return [torch.zeros_like(p) for p in self.parameters]
-        return [torch.zeros_like(p) if h is None else h for p, h in zip(self.parameters, found, strict=True)]
+        return [torch.zeros_like(p) if h is None else _dense(h) for p, h in zip(self.parameters, found, strict=True)]
 
     def _loss(self) -> Tensor:
         loss = self.loss_fn(self.model, self.batch)

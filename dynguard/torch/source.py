@@ -34,6 +34,7 @@ ADAPTIVE = (
     "Lamb",
     "Muon",
 )
+ABSENT = object()
 Hook = tuple[tuple[Any, ...], dict[str, Any]]
 _watched: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Source]] = weakref.WeakKeyDictionary()
 
@@ -77,6 +78,7 @@ class Source:
         self.rejected: Any = False
         self.changed = True  # names have changed since they were last told
         self.skipped = False
+        self.owned: frozenset[int] = frozenset()  # ``id(parameter)`` of all
         self.judged = 0  # steps that the optimizer was really asked for
         self.tables: frozenset[int] = frozenset()
         self._table_names = tables
@@ -92,7 +94,7 @@ class Source:
         self.deferred = False
         self.sent: deque[Any] = deque()
         self._undo: Undo | None = None
-        self._mine_found_inf: tuple[Any, Any] | None = None
+        self._mine_found_inf: tuple[Any, ...] | None = None
         self._handles: list[Any] = []
         self.optimizer = innermost(optimizer)
         self.watch(self.optimizer)
@@ -120,6 +122,8 @@ class Source:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self.training is not None:
+            self.training.detach()
         self.restore()
         if self.optimizer in _watched:
             del _watched[self.optimizer]
@@ -147,6 +151,7 @@ class Source:
             self.parameters = [*self.parameters, *(p for _, _, p in joined)]
             self.names = (*self.names, *fresh)
             self.changed = True
+        self.owned = frozenset(map(id, self.parameters))
         self.group_of = [group_of.get(id(p), 0) for p in self.parameters]
         self.tables = frozenset(i for i, p in enumerate(self.parameters) if id(p) in self._table_names)
         kinds = {(p.device, p.layout) for p in self.parameters}
@@ -250,9 +255,9 @@ class Source:
     def drop_on_device(self, drop: Tensor) -> None:
         """Let the device decide about this update: (1,) float, non-zero drops it. Joins a GradScaler's own flag."""
         optimizer: Any = self.optimizer
-        before = getattr(optimizer, "found_inf", None)
-        scale = getattr(optimizer, "grad_scale", None)
-        self._mine_found_inf = (before, scale)
+        before, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
+        # A GradScaler that has unscaled already sets grad_scale to None and deletes it later: there, not absent.
+        self._mine_found_inf = tuple(vars(optimizer).get(name, ABSENT) for name in ("found_inf", "grad_scale"))
         own = drop.to(torch.float32).reshape(())
         optimizer.found_inf = (
             own if before is None else torch.maximum(before, own.to(before.device).reshape(before.shape))
@@ -266,7 +271,7 @@ class Source:
             return
         optimizer: Any = self.optimizer
         for name, value in zip(("found_inf", "grad_scale"), self._mine_found_inf, strict=True):
-            if value is None:
+            if value is ABSENT:
                 vars(optimizer).pop(name, None)
             else:
                 setattr(optimizer, name, value)

@@ -47,6 +47,7 @@ class TorchTraining:
         self._tracked = tracked
         self.model = model
         self.loss_fn = loss_fn
+        self._saving: Any = None
         self._rates: list[tuple[dict[str, Any], Any, Any]] = []  # (group, the user's rate, what it was set to)
         self._starts: list[tuple[Tensor, Tensor, Any]] = []  # (parameter, where it starts, share of the way)
         self._rows: list[tuple[Tensor, Tensor, Tensor, Any]] = []  # (parameter, rows, where they start, shares)
@@ -68,6 +69,8 @@ class TorchTraining:
 
     def scale_learning_rate(self, factor: Any) -> None:
         """Multiply all learning rates for the coming update only."""
+        if self._saving is None:  # a checkpoint after an update that died has the user's rates
+            self._saving = self.optimizer.register_state_dict_pre_hook(lambda optimizer: self.restore())
         shared: set[int] = set()  # torch gives all groups the one tensor that it was made with
         for group in self.optimizer.param_groups:
             rate = group.get("lr")
@@ -92,6 +95,13 @@ class TorchTraining:
         """The same for single rows of one parameter."""
         parameter = self._source.parameters[index]
         self._rows.append((parameter, rows, parameter.detach().index_select(0, rows), factors))
+
+    def detach(self) -> None:
+        """Give everything back and take the hook off."""
+        self.restore()
+        if self._saving is not None:
+            self._saving.remove()
+            self._saving = None
 
     def settle(self) -> None:
         """The update is done: shorten the ways that are to be shortened, and give the learning rates back."""

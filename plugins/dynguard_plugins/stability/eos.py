@@ -202,7 +202,10 @@ class Eos:
         def measure(method: Literal["finite_difference", "double_backward"]) -> Sharpness:
             curvature = Curvature(probe, scales=scales, decay=decay, method=method, step=watched.step)
             found = sharpness(curvature, start=watched.vector, products=self.products, tolerance=self.tolerance / 4)
-            watched.step = curvature.step if found.coarse else watched.step
+            if found.coarse:
+                watched.step = curvature.step
+            if found.residual > self.tolerance:
+                watched.step = None  # the longer one is no better
             return found
 
         try:
@@ -281,7 +284,7 @@ class Eos:
         text = "Sharpness on a batch against the largest that the optimizer's step is stable at (ratio 1)."
         along = tuple((source, *row) for source, a in self._along.items() for row in a.rows())
         if along:
-            text += " Along the update (no loss_fn): a lower bound, noisy where batches differ."
+            text += " Along the update (no loss_fn, or no batch observed): a lower bound, noisy where batches differ."
             tables.append(Table(columns=("source", "step", "ratio along the update"), rows=along))
         if not tables:
             return None

@@ -43,7 +43,8 @@ def at_edge(check: Check, lr: float | None, least: float) -> Finding:
         step=check.step,
         subject=check.subject,
         action=Action.WARN,
-        premise=f"the {what} is {check.ratio:.3g} times what this learning rate is stable at ({size}), twice in a row",
+        premise=f"the {what} has reached {check.ratio:.3g} of what this learning rate is stable at ({size}), at two "
+        "checks in a row",
         implies="the steepest direction oscillates from step to step: the loss goes up and down, progress comes from "
         "the other directions; spikes of it are not the data's doing",
         expected_effect="a lower learning rate, or a longer warm-up, gives a smooth descent; at the edge training may "

@@ -120,7 +120,7 @@ def _scale(optimizer: Any, name: str, parameter: Any, group: Mapping[str, Any]) 
     from dynguard.torch.moments import moments
 
     kept = moments(optimizer, parameter, group)
-    if kept is None or kept.second is None:
+    if kept is None or kept.second is None or kept.second.is_complex():
         return None
     second = kept.second if kept.second.element_size() >= 4 else kept.second.float()
     if name == "Adamax":

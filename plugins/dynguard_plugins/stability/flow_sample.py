@@ -256,6 +256,6 @@ def _variance(event: GradientEvent, layout: Layout) -> Iterator[tuple[int, Any, 
         if found is not None and second is not None and second.numel() == s.numel:
             known.append((s, second.as_strided((s.rows, s.columns), s.steps), found.correction2))
     if known:
-        totals = torch._foreach_norm([view for _, view, _ in known], 1, dtype=torch.float32)
-        for (s, _, correction), total in zip(known, totals, strict=True):
+        views = [view if view.dtype == torch.float32 else view.float() for _, view, _ in known]  # samples are small
+        for (s, _, correction), total in zip(known, torch._foreach_norm(views, 1), strict=True):
             yield s.index, total, s.stop - s.start, correction

@@ -63,7 +63,8 @@ class Clip:
 
     def see(self, norms: Any) -> None:
         """Take in the (n,) norms of a step on the host."""
-        total = math.sqrt(float(norms.dot(norms)))
+        wide = norms.astype(np.float64)
+        total = math.sqrt(float(wide.dot(wide)))
         if abs(total - self.level) <= self.tolerance * self.level:
             self.row += 1
             if self.row == self.steps or self.row == LONG:

@@ -122,7 +122,7 @@ class Helene:
 
     def _clips(self, watched: Watched, event: GradientEvent, index: int) -> bool:
         gradient = event.gradients[index]
-        if gradient is None:
+        if gradient is None or not event.parameters[index].requires_grad:
             return False
         name = event.names[index]
         if any(fnmatchcase(name, pattern) for pattern in self.exclude):

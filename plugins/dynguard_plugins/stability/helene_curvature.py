@@ -74,13 +74,17 @@ class Curvature:
         from dynguard.torch.probe import ProbeError
 
         found: list[Any] | None = None
+        together = _together(training.model)
+        if together is None:
+            self._say("ranks run without DistributedDataParallel, and copies of a model must clip alike")
+            return None
         try:
             found = self._evaluated(event, training, chosen)
             self._failures = 0
         except ProbeError as error:
             self._failures += 1
             self._say(str(error))
-        if not _replicated(training.model):
+        if not together:
             return found
         import torch
 
@@ -139,14 +143,16 @@ def _mean_squares(tensors: Sequence[Any]) -> list[float]:
     return means
 
 
-def _replicated(model: Any) -> bool:
-    """Whether ranks hold copies of the model, which must clip alike."""
+def _together(model: Any) -> bool | None:
+    """Whether ranks hold copies of the model, which must clip alike; None where that can't be known."""
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
+    if torch.distributed.get_world_size() == 1:
+        return False
     models = list(model.values()) if isinstance(model, dict) else model if isinstance(model, (list, tuple)) else [model]
-    return any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in models)
+    return any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in models) or None
 
 
 def local(tensor: Any) -> Any:

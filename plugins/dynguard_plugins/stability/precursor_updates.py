@@ -87,6 +87,7 @@ class Updates:
 
         from dynguard.torch.distributed import is_sharded
         from dynguard.torch.moments import moments
+        from dynguard.torch.statistics import wide
 
         self._since, self._pending = 0, None
         training = event.training
@@ -110,7 +111,7 @@ class Updates:
             ):
                 continue
             known = True
-            means[i] = torch.linalg.vector_norm(kept.second, 1, dtype=torch.float32) / sizes[i]
+            means[i] = torch.linalg.vector_norm(kept.second, 1, dtype=wide(kept.second.dtype)) / sizes[i]
             steps[i], beta2[i], eps[i] = kept.step, kept.beta2, kept.eps
             corrected[i] = 1.0 if kept.corrected else 0.0
             # without bias correction there is RMSprop's momentum, which is no average
