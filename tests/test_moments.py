@@ -20,7 +20,6 @@ WHOLE = {
     "adamw": lambda p: O.AdamW(p, lr=0.01, weight_decay=0.1, betas=(0.8, 0.99)),
     "adamw_tensor_lr": lambda p: O.AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "nadam": lambda p: O.NAdam(p, lr=0.01),
-    "radam": lambda p: O.RAdam(p, lr=0.01),
     "adamax": lambda p: O.Adamax(p, lr=0.01),
     "adafactor": lambda p: O.Adafactor(p, lr=0.01),
     "sgd_momentum": lambda p: O.SGD(p, lr=0.01, momentum=0.9),
