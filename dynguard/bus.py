@@ -115,6 +115,7 @@ class Bus:
         self.loss = self.channels["on_loss"]
         self.gradients = self.channels["on_gradients"]
         self.embeddings = self.channels["on_embeddings"]
+        self.adjust_rows = self.channels["adjust_embeddings"]
         self.adjust = self.channels["adjust_gradients"]
         self.parameters = self.channels["on_parameters"]
         self.trees = self.channels["on_trees"]

@@ -132,6 +132,15 @@ class Training(Protocol):
             factors: (r,) by which each row's way is multiplied.
         """
 
+    def scale_row_gradients(self, index: int, rows: Any, factors: Any) -> None:
+        """Multiply the gradient of single rows of one parameter in place, be it dense or sparse; no host read.
+
+        Args:
+            index: of the parameter in the event.
+            rows: (r,) row numbers, ascending.
+            factors: (r,) by which each row's gradient is multiplied.
+        """
+
 
 @dataclass(slots=True)
 class GradientEvent:

@@ -308,7 +308,7 @@ class FlowManager:
                 if error.name != "torch":
                     raise
                 raise MissingExtraError("torch", "torch", "watching a neural network") from error
-            rows = bool(self._bus.embeddings.calls)
+            rows = bool(self._bus.embeddings.calls or self._bus.adjust_rows.calls)
             self._watch = self._judge.watch = Watch(self, self._settings, self.loss_fn, self._ranks, rows=rows)
         return self._watch
 

@@ -116,6 +116,26 @@ class Hooks:
         """
 
     @hookspec
+    def adjust_embeddings(self, event: EmbeddingEvent) -> None:
+        """Guard. Only when the verdict lets the step happen, before ``adjust_gradients``, once per looked-up table.
+
+        Rows are changed through ``event.training``: ``scale_row_gradients`` their gradients, ``scale_rows`` what the
+        update makes of them. A class that has a detector hook as well may only do the latter.
+
+        >>> from dynguard import hookimpl
+        >>> from dynguard.testing import embedding_event, call
+        >>> class HalfSpeed:
+        ...     @hookimpl
+        ...     def adjust_embeddings(self, event):
+        ...         event.training.scale_rows(event.index, event.rows, event.rows * 0.0 + 0.5)
+        >>> class Told:
+        ...     def scale_rows(self, index, rows, factors):
+        ...         print(index, rows, factors)
+        >>> call(HalfSpeed(), "adjust_embeddings", event=embedding_event(ids=[4, 1, 4], training=Told()))
+        0 [1 4] [0.5 0.5]
+        """
+
+    @hookspec
     def adjust_gradients(self, event: GradientEvent) -> None:
         """Guard. Called only when the verdict lets the step happen; may edit ``event.gradients`` in place.
 
@@ -289,7 +309,9 @@ class Hooks:
 
 
 DETECTORS = ("on_loss", "on_gradients", "on_embeddings", "on_parameters", "on_trees", "diagnose")
-GUARDS = ("adjust_gradients", "on_intervention")
+GUARDS = ("adjust_embeddings", "adjust_gradients", "on_intervention")
 SINKS = ("write", "flush", "close")
-HOT = ("on_loss", "on_gradients", "on_embeddings", "adjust_gradients", "on_parameters", "on_trees")
+HOT = (
+    "on_loss", "on_gradients", "on_embeddings", "adjust_embeddings", "adjust_gradients", "on_parameters", "on_trees",
+)  # fmt: skip
 ALL = tuple(name for name in vars(Hooks) if not name.startswith("_"))

@@ -12,7 +12,7 @@ from dynguard import selfreport
 from dynguard.actions import Action, Arbiter, Intervention, Verdict
 from dynguard.bus import FAILURES, Bus
 from dynguard.errors import GradientSpikeError
-from dynguard.events import GradientEvent, LossEvent
+from dynguard.events import EmbeddingEvent, GradientEvent, LossEvent
 from dynguard.findings import Finding, Metrics, Names, Record, Severity, superseded
 from dynguard.settings import Settings
 from dynguard.signals import Signal
@@ -106,8 +106,10 @@ class Judge:
         source.refresh()
         event = source.gradient_event(observed.losses, observed.batches)
         answers = [*observed.answers, *self.bus.gradients(event)]
+        tables: list[EmbeddingEvent] = []
         if watch.lookups is not None:
-            for table in embedding_events(event, watch.lookups):
+            tables = list(embedding_events(event, watch.lookups))
+            for table in tables:
                 answers += self.bus.embeddings(table)
             watch.lookups.forget_all_but([s.owned for s in watch.sources])
         if watch.keeper is not None:
@@ -122,6 +124,8 @@ class Judge:
         else:
             self._decide(source, event, read(answers, event, self._nonsense, watch.ranks))
         if not source.skipped and self.policy.mode == "guard":
+            for table in tables:
+                self.bus.adjust_rows(table)
             self.bus.adjust(event)
         if deferring:
             deferred.let_go(event)

@@ -167,3 +167,45 @@ def test_the_way_of_single_rows_can_be_shortened(make, tmp_path):
         ends.append(model[0].weight.detach() - start)
     plain, held = ends
     torch.testing.assert_close(held, plain * torch.tensor([[1.0], [0.0], [0.25], [1.0]]))
+
+
+class Slows:
+    """Scales the gradients of two rows, and says which tables it was asked about."""
+
+    def __init__(self, skip=False):
+        self.tables, self.skip = [], skip
+
+    @hookimpl
+    def adjust_embeddings(self, event):
+        self.tables.append((event.step, event.table, event.rows.tolist()))
+        event.training.scale_row_gradients(event.index, torch.tensor([1, 2]), torch.tensor([0.0, 0.25]))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_row_gradients_are_scaled_in_place(sparse, tmp_path):
+    """For gradient descent the way is the gradient, so a row's way is multiplied by its factor; repeats included."""
+    ends = []
+    for plugins in ([], [Slows()]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(4, 2, sparse=sparse), nn.Linear(2, 1))
+        start = model[0].weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with FlowManager(model, optimizer, plugins=plugins, run_dir=tmp_path / f"run{len(ends)}", strict=True):
+            model(torch.tensor([0, 2, 1, 2, 2])).sum().backward()
+            optimizer.step()
+        ends.append(model[0].weight.detach() - start)
+    plain, slowed = ends
+    torch.testing.assert_close(slowed, plain * torch.tensor([[1.0], [0.0], [0.25], [1.0]]))
+    assert plugins[0].tables == [(0, "0.weight", [0, 1, 2])]
+
+
+def test_row_guards_are_not_asked_on_a_skipped_step(tmp_path):
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 1))
+    optimizer, guard = torch.optim.SGD(model.parameters(), lr=0.1), Slows()
+    with FlowManager(model, optimizer, plugins=["spike", guard], run_dir=tmp_path / "run", strict=True) as flow:
+        for factor in (1.0, float("nan"), 1.0):
+            optimizer.zero_grad()
+            (model(torch.tensor([0, 2])).sum() * factor).backward()
+            optimizer.step()
+    assert [i.step for i in flow.interventions] == [1]
+    assert [step for step, _, _ in guard.tables] == [0, 2]

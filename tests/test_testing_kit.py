@@ -333,6 +333,10 @@ def test_every_kind_of_hook_is_reached_in_a_run_or_by_hand() -> None:
         def adjust_gradients(self, event: Any) -> None:
             told.append("adjust_gradients")
 
+        @hookimpl
+        def adjust_embeddings(self, event: Any) -> None:
+            told.append("adjust_embeddings")
+
     model, optimizer = parts()
     with FlowManager(model, optimizer, plugins=[All(), Guard()], strict=True, parameters_every=1) as flow:
         train(model, optimizer, 2, flow)
@@ -340,5 +344,6 @@ def test_every_kind_of_hook_is_reached_in_a_run_or_by_hand() -> None:
     skipped = ["on_loss", "on_gradients", "on_intervention", "on_parameters"]
     assert told == ["on_run_start", *clean, *skipped, "diagnose", "summarize", "on_run_end"]
     call(All(), "on_embeddings", event=embedding_event())
+    call(Guard(), "adjust_embeddings", event=embedding_event())
     call(All(), "on_trees", event=tree_event())
     assert set(told) == set(contract.ALL) - set(contract.SINKS)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dynguard.testing.calls import Hook, call, hooks_of
 from dynguard.testing.contract import check_plugin
 from dynguard.testing.factories import (
+    FakeTraining,
     embedding_event,
     gradient_event,
     loss_event,
@@ -34,6 +35,7 @@ __all__ = [
     "BadBatches",
     "DeviceReads",
     "FakeStatistics",
+    "FakeTraining",
     "GradientFault",
     "Hook",
     "MemorySink",

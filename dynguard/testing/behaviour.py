@@ -68,9 +68,9 @@ def _one_event(plugin: object, hook: str, event: Any) -> Iterator[str]:
     except Exception as error:  # noqa: BLE001 - a stranger's code; told as a violation
         yield f"raised {_tell(error)}"
         return
-    if hook == "adjust_gradients":
+    if hook in ("adjust_embeddings", "adjust_gradients"):
         if answer is not None:
-            yield f"returned {_short(answer)}; it edits event.gradients in place and returns nothing"
+            yield f"returned {_short(answer)}; it changes gradients or the update and returns nothing"
         return
     touched = [path for path in changed(before, fingerprint(event)) if path]
     if touched:

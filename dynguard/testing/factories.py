@@ -171,6 +171,7 @@ def embedding_event(
     weight: Any = None,
     labels: Sequence[str] | None = None,
     source: str = "",
+    training: Any = None,
 ) -> EmbeddingEvent:
     """The rows of one table that were looked up.
 
@@ -182,6 +183,7 @@ def embedding_event(
         weight: the (N, d) table, or None.
         labels: names of the rows by row number.
         source: name of the optimizer.
+        training: what a guard may change through, e.g. a :class:`FakeTraining`.
     """
     rows, counts, summed, norms = (_tensor_rows if is_tensor(ids) else _array_rows)(ids, gradients)
     return EmbeddingEvent(
@@ -194,7 +196,34 @@ def embedding_event(
         gradients=summed,
         weight=weight,
         labels=labels,
+        training=training,
     )
+
+
+class FakeTraining:
+    """Takes down what a guard asks for, as (method, arguments), and changes nothing."""
+
+    model = optimizer = loss_fn = scaler = None
+    groups: Sequence[int] = (0,)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+
+    def scale_learning_rate(self, factor: Any) -> None:
+        """Of the coming update."""
+        self.asked.append(("scale_learning_rate", (factor,)))
+
+    def scale_update(self, index: int, factor: Any) -> None:
+        """Of one parameter."""
+        self.asked.append(("scale_update", (index, factor)))
+
+    def scale_rows(self, index: int, rows: Any, factors: Any) -> None:
+        """Of rows of one parameter."""
+        self.asked.append(("scale_rows", (index, rows, factors)))
+
+    def scale_row_gradients(self, index: int, rows: Any, factors: Any) -> None:
+        """Of rows of one parameter."""
+        self.asked.append(("scale_row_gradients", (index, rows, factors)))
 
 
 def _array_rows(ids: Any, gradients: Any) -> tuple[Any, Any, Any, Any]:

@@ -26,6 +26,7 @@ from dynguard.findings import (
     Table,
 )
 from dynguard.testing.factories import (
+    FakeTraining,
     embedding_event,
     gradient_event,
     loss_event,
@@ -71,13 +72,14 @@ def start_of_run(directory: Any = None) -> RunInfo:
 
 
 def trials(arrays: Arrays) -> dict[str, list[Trial]]:
-    """The events of each detector hook and of ``adjust_gradients``, in order."""
+    """The events of each detector hook and of the guards' hot hooks, in order."""
     convert = converter(arrays)
     gradients = list(_gradient_trials(convert))
     return {
         "on_loss": list(_loss_trials(convert)),
         "on_gradients": gradients,
         "on_embeddings": list(_embedding_trials(convert)),
+        "adjust_embeddings": list(_embedding_trials(convert, FakeTraining)),
         "adjust_gradients": gradients,
         "on_parameters": list(_parameter_trials(convert)),
         "on_trees": list(_tree_trials()),
@@ -192,27 +194,24 @@ def _parameter_maker(step: int, parameters: Mapping[str, Any], convert: Convert)
     return lambda: parameter_event(step, parameters={name: convert(p.copy()) for name, p in parameters.items()})
 
 
-def _embedding_trials(convert: Convert) -> Iterator[Trial]:
-    rows = np.random.default_rng(0).integers(0, 6, size=(8, 5))
-    for step, ids in enumerate(rows):
-        yield Trial(f"step {step} (clean)", _embedding_maker(step, ids, 0.1, convert))
-    yield Trial("step 8 (one row only)", _embedding_maker(8, np.full(5, 2), 0.1, convert))
-    yield Trial("step 9 (NaN)", _embedding_maker(9, rows[0], math.nan, convert))
-    yield Trial("step 10 (zero)", _embedding_maker(10, rows[1], 0.0, convert))
-    yield Trial("step 11 (clean again)", _embedding_maker(11, rows[2], 0.1, convert))
-
-
-def _embedding_maker(step: int, ids: Any, fill: float, convert: Convert) -> Callable[[], Any]:
-    def make() -> Any:
-        return embedding_event(
+def _embedding_trials(convert: Convert, training: Callable[[], Any] = lambda: None) -> Iterator[Trial]:
+    def maker(step: int, ids: Any, fill: float) -> Callable[[], Any]:
+        return lambda: embedding_event(
             step,
             ids=convert(ids),
             gradients=convert(np.full((len(ids), 4), fill, dtype=np.float32)),
             weight=convert(_clean(step)["embedding.weight"]),
             labels=[f"row {row}" for row in range(6)],
+            training=training(),
         )
 
-    return make
+    rows = np.random.default_rng(0).integers(0, 6, size=(8, 5))
+    for step, ids in enumerate(rows):
+        yield Trial(f"step {step} (clean)", maker(step, ids, 0.1))
+    yield Trial("step 8 (one row only)", maker(8, np.full(5, 2), 0.1))
+    yield Trial("step 9 (NaN)", maker(9, rows[0], math.nan))
+    yield Trial("step 10 (zero)", maker(10, rows[1], 0.0))
+    yield Trial("step 11 (clean again)", maker(11, rows[2], 0.1))
 
 
 def _tree_trials() -> Iterator[Trial]:

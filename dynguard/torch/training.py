@@ -96,6 +96,23 @@ class TorchTraining:
         parameter = self._source.parameters[index]
         self._rows.append((parameter, rows, parameter.detach().index_select(0, rows), factors))
 
+    def scale_row_gradients(self, index: int, rows: Tensor, factors: Any) -> None:
+        """Multiply the gradient of single rows of one parameter in place; ``rows`` ascending."""
+        gradient = self._source.parameters[index].grad
+        if gradient is None or not rows.numel():
+            return
+        with torch.no_grad():
+            if gradient.layout is not torch.sparse_coo:
+                shares = torch.as_tensor(factors, dtype=gradient.dtype, device=gradient.device)
+                scaled = gradient.index_select(0, rows) * shares.reshape(-1, *[1] * (gradient.ndim - 1))
+                gradient.index_copy_(0, rows, scaled)
+                return
+            values, mine = gradient._values(), gradient._indices()[0]  # repeats of a row all take its factor
+            shares = torch.as_tensor(factors, dtype=values.dtype, device=values.device)
+            at = torch.searchsorted(rows, mine).clamp_max(rows.shape[0] - 1)
+            own = torch.where(rows[at] == mine, shares[at], 1.0)
+            values.mul_(own.reshape(-1, *[1] * (values.ndim - 1)))
+
     def detach(self) -> None:
         """Give everything back and take the hook off."""
         self.restore()
