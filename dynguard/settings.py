@@ -42,7 +42,8 @@ class Settings(Policy):
         max_failures: after so many exceptions a plugin is switched off.
         parameters_every: every how many steps ``on_parameters`` is called.
         diagnose_every: every how many steps slow faults are looked for.
-        snapshot_every: steps between snapshots for rollback; 0 keeps none.
+        snapshot_every: steps between snapshots for rollback; 0 keeps none. Where it is not given and sparse gradients
+            touch only some rows of large tables, they are rarer in proportion, so that copying does not slow the run.
         snapshot_keep: how many verified snapshots are kept.
         snapshot_bytes: no snapshots where the ring would take more memory than this.
         snapshot_dir: where the newest verified snapshot is also written, or None.

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -538,3 +539,27 @@ def test_a_zero_initialised_layer_may_be_switched_on(watch: Watch) -> None:
 
     train(flow, net, optimizer, batch, 350, before=before)
     assert loud(flow) == []
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_bad_batches_that_were_let_in_do_not_hide_a_giant_spike(watch: Watch, seed: int) -> None:
+    """All gradients x2 to x30 now and then while thresholds are fitted, then x250 and x400, as after a rough start.
+
+    Mild ones are let in by design and make the fitted tail heavy; what is far above all of them is still a spike.
+    """
+    model, batch = regression(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    flow = watch(model, optimizer, plugins=["spike"])
+    rng = np.random.default_rng(seed)
+    rough = rng.choice(range(15, 200), 24, replace=False)
+    factors = {int(step): float(np.exp(rng.uniform(0.7, 3.4))) for step in rough}
+    factors |= {260: 250.0, 330: 400.0}
+
+    def spoil(step: int) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factors.get(step, 1.0))
+
+    train(flow, model, optimizer, batch, 360, spoil=spoil)
+    assert {260, 330} <= {i.step for i in flow.interventions if i.action is Action.SKIP}
+    assert not [i for i in flow.interventions if i.step not in factors]

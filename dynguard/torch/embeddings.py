@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dynguard.events import EmbeddingEvent, GradientEvent
 from dynguard.torch.distributed import is_sharded
 from dynguard.torch.probe import probing
-from dynguard.torch.statistics import wide
+from dynguard.torch.statistics import Statistics, wide
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -88,6 +88,7 @@ def embedding_events(event: GradientEvent, lookups: Lookups) -> Iterator[Embeddi
 
     Costs what the touched rows cost, whatever the size of the table.
     """
+    statistics = cast(Statistics, event.statistics)
     for i, weight in enumerate(event.parameters):
         gradient = event.gradients[i]
         ids = lookups.take(weight)
@@ -95,7 +96,7 @@ def embedding_events(event: GradientEvent, lookups: Lookups) -> Iterator[Embeddi
             continue
         if is_sharded(weight):
             continue  # a row may live on another rank
-        rows, counts, values = _rows(ids, gradient, weight)
+        rows, counts, values = _rows(ids, statistics.gradients[i], statistics.summed[i], weight)
         norms = torch.linalg.vector_norm(values, dim=1, dtype=wide(values.dtype)) if values is not None else None
         if norms is None:
             norms = torch.zeros(rows.shape[0], device=rows.device)
@@ -119,9 +120,17 @@ def embedding_events(event: GradientEvent, lookups: Lookups) -> Iterator[Embeddi
         )
 
 
-def _rows(ids: Tensor | None, gradient: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(r,) rows ascending, (r,) counts, (r, d) gradients of the rows, or None where there is no gradient."""
-    summed = gradient.coalesce() if gradient is not None and gradient.layout is torch.sparse_coo else None
+def _rows(
+    ids: Tensor | None, gradient: Tensor | None, summed: Tensor | None, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(r,) rows ascending, (r,) counts, (r, d) gradients of the rows, or None where there is no gradient.
+
+    Args:
+        ids: (k,) as they were looked up, or None.
+        gradient: of the whole table.
+        summed: the same, coalesced where it is sparse.
+        weight: (N, d).
+    """
     if ids is None:
         assert summed is not None
         assert gradient is not None
@@ -130,11 +139,13 @@ def _rows(ids: Tensor | None, gradient: Tensor | None, weight: Tensor) -> tuple[
     rows, counts = torch.unique(ids, return_counts=True)
     rows = rows.to(weight.device)
     counts = counts.to(weight.device)
-    if gradient is None:
-        return rows, counts, None
     if summed is None:
-        return rows, counts, gradient.detach().index_select(0, rows)
+        return rows, counts, None
+    if summed.layout is not torch.sparse_coo:
+        return rows, counts, summed.detach().index_select(0, rows)
     have = summed.indices()[0]
+    if have.shape == rows.shape and have.is_cpu and torch.equal(have, rows):
+        return rows, counts, summed.values()  # nearly always: the gradient is that of these look-ups
     if have.shape[0] == 0:
         return rows, counts, weight.new_zeros((rows.shape[0], weight.shape[1]))
     at = torch.searchsorted(have, rows).clamp_max(have.shape[0] - 1)

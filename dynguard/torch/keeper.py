@@ -58,7 +58,7 @@ class Keeper:
             self.snapshots = Snapshots(
                 self.models,
                 optimizers,
-                every=settings.snapshot_every,
+                every=settings.snapshot_every if "snapshot_every" in settings.model_fields_set else None,
                 keep=settings.snapshot_keep,
                 max_bytes=settings.snapshot_bytes,
                 directory=settings.snapshot_dir,

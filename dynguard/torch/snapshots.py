@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dynguard.errors import SetupError
@@ -26,6 +27,8 @@ from dynguard.torch.recovery import (
 from dynguard.torch.slots import Slot, Writer
 
 log = logging.getLogger("dynguard")
+STEP_BYTES = 4 * 2**20
+EVERY = 50
 EARLY = (1, 10, 25)  # steps after which the first snapshots are taken; the last two also after a rollback
 
 
@@ -35,7 +38,8 @@ class Snapshots:
     Args:
         models: modules by key, as from ``names.modules_by_key``.
         optimizers: returns the present optimizers.
-        every: steps between two snapshots once the first are taken; 0 for none.
+        every: steps between two snapshots once the first are taken; 0 for none. None: 50, and rarer in proportion where
+            sparse gradients touch only some rows of large tables, as copying them whole would slow the run.
         keep: how many verified snapshots are kept. One more may be waiting for its verification.
         max_bytes: of all copies together. Where ``keep`` don't fit, fewer are kept; where not even one does beside
             the one that waits, snapshots are off and the log says so once.
@@ -56,12 +60,14 @@ class Snapshots:
         models: Mapping[str, nn.Module],
         optimizers: Callable[[], Sequence[Optimizer]],
         *,
-        every: int = 50,
+        every: int | None = None,
         keep: int = 2,
         max_bytes: int = 2 * 2**30,
         directory: FilePath | None = None,
         restore_rng: bool = False,
     ) -> None:
+        self._stretches = every is None
+        every = EVERY if every is None else every
         if every < 0 or keep < 1:
             raise SetupError(f"snapshots need every >= 0 (0: none) and keep >= 1; got every={every}, keep={keep}")
         self.tracked: dict[str, Any] = {}
@@ -109,6 +115,8 @@ class Snapshots:
             0-d bool on the model's device, not read yet: whether all that was copied is finite. Infinities that a
             parameter or buffer had from the start (a mask) don't count.
         """
+        if self._stretches:
+            self._stretch()
         self._clock.taken(step)
         self._pending = None
         return self._survived(lambda: self._take(step))
@@ -174,6 +182,31 @@ class Snapshots:
             self._writer.close(timeout)
 
     # -- inside
+
+    def _stretch(self) -> None:
+        """Make snapshots rarer where steps touch only a part of what they copy: sparse gradients.
+
+        A step that reads and writes all of its weights costs a multiple of their copy; one that touches some rows of a
+        large table does not. What a step costs beside is put at ``STEP_BYTES``.
+        """
+        parameters = {
+            id(p): p for o in self._optimizers() for g in o.param_groups for p in g["params"] if not is_lazy(p)
+        }
+        sizes = {True: 0, False: 0}  # by whether only some rows are touched
+        for p in parameters.values():
+            sparse = p.grad is not None and p.grad.layout is not torch.strided
+            sizes[sparse] += p.numel() * p.element_size()
+        whole = sizes[True] + sizes[False]
+        stretch = max(1, whole // (sizes[False] + STEP_BYTES)) if sizes[True] else 1
+        if stretch > self._clock.stretch:
+            log.info(
+                "snapshots are %d steps apart, as each copies %d MiB and sparse steps touch little of it; "
+                "snapshot_every=%d insists",
+                EVERY * stretch,
+                whole // 2**20,
+                EVERY,
+            )
+        self._clock.stretch = stretch
 
     def _untried(self) -> list[Slot]:
         in_vain = self._valid and self._valid[-1] is self._went_back_to
@@ -299,10 +332,15 @@ class _Guarded:
 
 
 class Clock:
-    """When snapshots are due: early on after a few steps, then every so many; soon again after a rollback."""
+    """When snapshots are due: early on after a few steps, then every so many; soon again after a rollback.
+
+    Attributes:
+        stretch: by how much the steps between two are multiplied.
+    """
 
     def __init__(self, every: int) -> None:
         self._every = every
+        self.stretch = 1
         self._start = 0
         self._early: Sequence[int] = EARLY
         self._went_back = False
@@ -319,7 +357,8 @@ class Clock:
     def taken(self, step: int) -> None:
         """One was taken after ``step`` steps."""
         early = [self._start + after for after in self._early if self._start + after > step]
-        self._next = min([*early, (step // max(self._every, 1) + 1) * max(self._every, 1)])
+        every = max(self._every, 1) * self.stretch
+        self._next = min([*early, (step // every + 1) * every])
 
     def went_back(self) -> None:
         """A rollback: the next call of ``due()`` tells where training goes on."""

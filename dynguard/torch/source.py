@@ -34,6 +34,8 @@ ADAPTIVE = (
     "Lamb",
     "Muon",
 )
+# Optimizers that coalesce a sparse gradient first of all: what is coalesced for them once serves everyone.
+SUMMING = (torch.optim.SparseAdam, torch.optim.Adagrad)
 ABSENT = object()
 Hook = tuple[tuple[Any, ...], dict[str, Any]]
 _watched: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Source]] = weakref.WeakKeyDictionary()
@@ -169,20 +171,25 @@ class Source:
 
     def gradient_event(self, losses: Sequence[Any], batches: Sequence[Any]) -> GradientEvent:
         """The event of the step that is about to happen."""
-        gradients = [p.grad for p in self.parameters]
+        gradients: Sequence[Tensor | None] = [p.grad for p in self.parameters]
         scale = getattr(self.optimizer, "grad_scale", None)
+        statistics = Statistics(
+            gradients,
+            plain=self._plain,
+            scale=scale if isinstance(scale, Tensor) else None,
+            moments=self._variances,
+            previous=self._previous,
+            remember=self._remember,
+        )
+        if type(self.optimizer) in SUMMING and statistics.summed is not gradients:
+            gradients = statistics.summed
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
         return GradientEvent(
             step=self.step,
             source=self.name,
             names=self.names,
-            statistics=Statistics(
-                gradients,
-                plain=self._plain,
-                scale=scale if isinstance(scale, Tensor) else None,
-                moments=self._variances,
-                previous=self._previous,
-                remember=self._remember,
-            ),
+            statistics=statistics,
             parameters=self.parameters,
             gradients=gradients,
             learning_rates=PerGroup(self.learning_rates(), self.group_of),

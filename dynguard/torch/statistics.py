@@ -102,7 +102,7 @@ class Statistics:
     """Lazy statistics of one step's gradients: each is computed on first use and shared by all plugins.
 
     Args:
-        gradients: one per parameter, None where there is none.
+        gradients: one per parameter as they came, None where there is none.
         plain: whether the parameters are real, at most float32 and on one device.
         scale: 0-d tensor by which the gradients are still multiplied (fused optimizers under GradScaler), or None.
         moments: asked for the second moments (Adam's v, bias-corrected) by parameter, None where there is none.
@@ -120,7 +120,7 @@ class Statistics:
         previous: Sequence[Tensor | None] = (),
         remember: Callable[[Sequence[Tensor | None]], None] | None = None,
     ) -> None:
-        self._gradients = gradients
+        self.gradients = gradients
         self._plain = plain
         self._scale = scale
         self._moments = moments
@@ -128,9 +128,16 @@ class Statistics:
         self._remember = remember
 
     @cached_property
+    def summed(self) -> Sequence[Tensor | None]:
+        """The gradients, sparse ones coalesced: sorting a large one is most of what it costs, so it is done once."""
+        if not any(g is not None and g.layout is torch.sparse_coo for g in self.gradients):
+            return self.gradients
+        return [g.coalesce() if g is not None and g.layout is torch.sparse_coo else g for g in self.gradients]
+
+    @cached_property
     def norms(self) -> Tensor:
         """L2 norm of every gradient, shape (n,)."""
-        values = norms(self._gradients, plain=self._plain)
+        values = norms(self.summed, plain=self._plain and self.summed is self.gradients)
         return values if self._scale is None else values / self._scale.to(values.device)
 
     @cached_property
@@ -144,7 +151,7 @@ class Statistics:
         """Largest absolute entry of every gradient, shape (n,)."""
         like = self.norms
         rows = []
-        for gradient in self._gradients:
+        for gradient in self.summed:
             real = None if gradient is None else dense(gradient)
             rows.append(
                 like.new_zeros(())
@@ -157,11 +164,11 @@ class Statistics:
     @cached_property
     def rms_ratio(self) -> Tensor:
         """RMS of g / sqrt(v) by parameter, shape (n,); NaN without a second moment or if sparse."""
-        variances = self._moments() if self._moments is not None else [None] * len(self._gradients)
+        variances = self._moments() if self._moments is not None else [None] * len(self.gradients)
         tiny = torch.finfo(torch.float32).tiny
         ratios: list[Tensor | None] = []
         counts = []
-        for gradient, variance in zip(self._gradients, variances, strict=True):
+        for gradient, variance in zip(self.gradients, variances, strict=True):
             known = gradient is not None and variance is not None and gradient.layout is torch.strided
             if not known:
                 ratios.append(None)
@@ -184,9 +191,9 @@ class Statistics:
         Asking keeps a copy of the gradients for the next step.
         """
         like = self.norms
-        previous = self._previous or [None] * len(self._gradients)
+        previous = self._previous or [None] * len(self.gradients)
         rows = []
-        for i, gradient in enumerate(self._gradients):
+        for i, gradient in enumerate(self.gradients):
             last = previous[i] if i < len(previous) else None
             if gradient is None or last is None or gradient.layout is not torch.strided or is_sharded(gradient):
                 rows.append(like.new_full((), math.nan))
@@ -194,5 +201,5 @@ class Statistics:
             now, then = (dense(t).flatten().to(wide(t.dtype)) for t in (gradient, last))
             rows.append(torch.nn.functional.cosine_similarity(now, then, dim=0).to(like))
         if self._remember is not None:
-            self._remember(self._gradients)
+            self._remember(self.gradients)
         return torch.stack(rows) if rows else like

@@ -176,6 +176,16 @@ class Baseline:
             gain = self.is_layer * (1.0 / SPREAD_WINDOW)
             self.loading += gain * (rise * score.common - self.loading)
 
+    def record_rise(self, score: Score, least: float, above: float) -> Any:
+        """0-d bool: whether the global norm's rise is beyond ``least`` and by ``above`` beyond all that was accepted.
+
+        For where bad batches that were accepted have made the tail of the scores so heavy that a threshold fitted to
+        it tells nothing. All in log units.
+        """
+        whole = self.layers
+        record = namespace(score.rise).clip(self.record[whole] + above, least, None)
+        return score.good[whole] & (score.rise[whole] > record)
+
     @property
     def _ripe(self) -> bool:
         """Whether every channel has been accepted often enough for constant weights; numpy only."""

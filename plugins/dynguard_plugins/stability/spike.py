@@ -229,6 +229,7 @@ class Spike:
             )
         far = watched.bounds[1]
         high = (score.z > watched.bounds[0]) & (score.residual - slack > far)
+        high[base.layers] |= base.record_rise(score, math.log(MILD_RATIO) + slack, math.log(YOUNG_RECORD) + slack)
         clipped = (score.common < -math.log(TOGETHER)) & (score.residual > math.log(HIDDEN_RATIO))
         return high & ((score.rise - slack > far) | clipped)
 

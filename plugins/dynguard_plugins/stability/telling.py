@@ -246,6 +246,10 @@ def _gradient_spike(facts: Facts, action: Action, hit_layers: list[int], rises: 
     whole = not hit_layers or bool(facts.spiking.tolist()[layers]) or len(hit_layers) * 2 >= layers
     stream = 0 if hit_layers else 1
     p = facts.thresholds[stream].p_value(z[told])
+    threshold = _finite(facts.thresholds[stream].value)
+    record = None
+    if told == layers and threshold is not None and z[told] <= threshold:
+        threshold, record = None, _exp(float(facts.baseline.record.tolist()[layers]))
     rows = _rows(event, worst)
     where = f"in {len(hit_layers)} of {layers} layers, most in" if hit_layers else "in all layers together, most in"
     return Finding(
@@ -262,7 +266,7 @@ def _gradient_spike(facts: Facts, action: Action, hit_layers: list[int], rises: 
         confidence=None if p is None else 1 - p,
         evidence=_evidence(
             gradient_norm=norms[worst], baseline=_exp(level[worst]), ratio=_exp(rises[worst]), score=z[told],
-            threshold=_finite(facts.thresholds[stream].value), layers_hit=len(hit_layers), loss=facts.loss,
+            threshold=threshold, largest_ratio_before=record, layers_hit=len(hit_layers), loss=facts.loss,
             gradient_limit=None if whole else _limit(facts, worst, level),
             global_norm=float(event.global_norm), global_limit=_limit(facts, layers, level) if whole else None,
         ),
