@@ -11,7 +11,8 @@ from pydantic import Field
 from dynguard import Finding, Section, hookimpl, validated
 
 if TYPE_CHECKING:
-    from dynguard.events import EmbeddingEvent
+    from dynguard.events import EmbeddingEvent, LossEvent, RunInfo
+    from dynguard_plugins.embeddings.autofix import AutoFix
     from dynguard_plugins.embeddings.ledger import Columns, Ledger
 
 
@@ -47,10 +48,16 @@ class Rows:
         labels: names of rows by table, e.g. ``{"item.weight": ["Up", "Alien"]}``.
         false_discovery_rate: of oscillating and zombie rows among those named.
         least_steps: steps that a table is watched before anything is said about it.
-        most_rows: how many rows a finding lists.
+        most_rows: how many rows a finding lists, and autofix holds back in a table.
         exact_bytes: a table whose rows can all be followed exactly within so much memory has them followed.
         follow: how many rows are followed exactly in a larger table.
         top: how many rows the report's tables show.
+        autofix: hold back the updates of oscillating rows
+            (:class:`~dynguard_plugins.embeddings.autofix.AutoFix` says which, when and by how much); each change is a
+            finding ``rows_held_back``.
+        floor: of autofix: least factor of a row's update.
+        every: of autofix: steps between two looks at a table, at first.
+        room: of autofix: least posterior that the loss still falls at which anything is done; 0 for always.
     """
 
     @validated
@@ -64,6 +71,10 @@ class Rows:
         exact_bytes: Annotated[int, Field(ge=0)] = 2**18,
         follow: Annotated[int | None, Field(ge=1)] = None,
         top: Annotated[int, Field(ge=1)] = 20,
+        autofix: bool = False,
+        floor: Annotated[float, Field(ge=0, le=1)] = 0.05,
+        every: Annotated[int, Field(ge=1)] = 200,
+        room: Annotated[float, Field(ge=0, le=1)] = 0.5,
     ) -> None:
         self.labels = dict(labels or {})
         self.false_discovery_rate = false_discovery_rate
@@ -75,6 +86,23 @@ class Rows:
         self._tables: dict[tuple[str, str], Table] = {}
         self._told: dict[tuple[str, ...], list[int]] = {}
         self._saved: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._fix: AutoFix | None = None
+        if autofix:
+            from dynguard_plugins.embeddings.autofix import AutoFix
+
+            self._fix = AutoFix(level=false_discovery_rate, floor=floor, every=every, room=room, most=most_rows)
+
+    @hookimpl
+    def on_run_start(self, run: RunInfo) -> None:
+        """Take note of how many processes train."""
+        if self._fix is not None:
+            self._fix.start(run.world_size)
+
+    @hookimpl
+    def on_loss(self, event: LossEvent) -> None:
+        """Take the loss down for the auto-fix, which sleeps when it no longer falls."""
+        if self._fix is not None:
+            self._fix.note_loss(event.loss)
 
     @hookimpl
     def on_embeddings(self, event: EmbeddingEvent) -> None:
@@ -90,6 +118,16 @@ class Rows:
         table.ledger.see(event.step, event.rows, event.counts, event.gradients, event.weight, ok)
 
     @hookimpl
+    def adjust_embeddings(self, event: EmbeddingEvent) -> None:
+        """Hold back the updates of rows that oscillate, if asked to."""
+        table = self._tables.get((event.source, event.table))
+        if self._fix is None or table is None or event.training is None:
+            return
+        held = self._fix.repair(table, event)
+        if held is not None:
+            event.training.scale_rows(event.index, *held)
+
+    @hookimpl
     def diagnose(self) -> Iterable[Finding]:
         """What the ledgers show of each table that has been watched for long enough."""
         from dynguard_plugins.embeddings import rows_telling
@@ -100,6 +138,8 @@ class Rows:
             columns = table.ledger.columns()
             found = rows_telling.findings(table, columns, level=self.false_discovery_rate, most_rows=self.most_rows)
             yield from self._news(table, found)
+        if self._fix is not None:
+            yield from self._fix.findings(self._labels())
 
     @hookimpl
     def summarize(self) -> Section | None:
@@ -117,6 +157,8 @@ class Rows:
             shown.append(rows_report.fastest(table.name, columns, table.labels, self.top))
             figures += [rows_report.lorenz(table.name, columns.exposures), rows_report.speeds(table.name, columns)]
         whole = Shown(columns=rows_report.OVERVIEW, rows=tuple(first))
+        if self._fix is not None:
+            shown += self._fix.shown(self._labels(), self.top)
         return Section(
             title="Embedding rows",
             text="Look-ups count repeats within a batch. Velocity is the length of a row's way in the step of a visit.",
@@ -145,6 +187,7 @@ class Rows:
         return {
             "tables": [*tables, *self._saved.values()],
             "told": [[list(key), rows] for key, rows in self._told.items()],
+            "autofix": None if self._fix is None else self._fix.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,6 +195,11 @@ class Rows:
         self._tables = {}
         self._saved = {(saved["source"], saved["name"]): saved for saved in state["tables"]}
         self._told = {tuple(key): list(rows) for key, rows in state["told"]}
+        if self._fix is not None and state.get("autofix") is not None:
+            self._fix.load_state_dict(state["autofix"])
+
+    def _labels(self) -> dict[tuple[str, str], Sequence[str] | None]:
+        return {key: table.labels for key, table in self._tables.items()}
 
     def _table(self, event: EmbeddingEvent) -> Table:
         from dynguard_plugins.embeddings.ledger import Ledger
@@ -187,7 +235,7 @@ class Rows:
 
 def _decays(event: EmbeddingEvent) -> bool:
     training = event.training
-    if training is None:
+    if training is None or training.optimizer is None:
         return True
     group = training.optimizer.param_groups[training.groups[event.index]]
     return not isinstance(group.get("weight_decay"), int | float) or group["weight_decay"] > 0
