@@ -214,7 +214,6 @@ class Ledger:
         learns = torch.isfinite(squares)
         squares = torch.where(learns, squares, 0.0)
         energy = squares / counts
-        energy = squares / counts
         if self.steps <= WARM or step % WARM == 0:
             self._rescale(squares, energy)
         length = (squares.sqrt() + counts.sqrt().mul_(SMALL * self.typical)).add_(1e-37)
@@ -247,7 +246,7 @@ class Ledger:
         rate = torch.where(learns, 1.0 / n.clamp_max(WINDOW), 0.0)
         _blend(means, 1, pending.energy / (self.unit + 1e-37), rate)
         if next_one:
-            way = torch.linalg.vector_norm(now.float() - pending.weights.float(), dim=1)
+            way = torch.linalg.vector_norm(now.float().sub_(pending.weights), dim=1)  # `now` is a copy, used up here
             way.nan_to_num_(0.0, 0.0)
             if self.steps <= WARM or step % WARM == 0:
                 moved = (way * learns).sum() / (learns & (way > 0)).sum().clamp_min(1)
