@@ -63,6 +63,11 @@ class Lookups:
             self._padding[id(weight)] = int(module.padding_idx)  # type: ignore[arg-type]  # checked above
         self._ids.setdefault(id(weight), []).append(_Lookup(ids.detach(), module.training))
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there are ids that nobody has taken yet."""
+        return bool(self._ids)
+
     def padding(self, weight: Tensor) -> int | None:
         """The row that is padding, or None."""
         return self._padding.get(id(weight))
@@ -89,8 +94,8 @@ def embedding_events(event: GradientEvent, lookups: Lookups) -> Iterator[Embeddi
     Costs what the touched rows cost, whatever the size of the table.
     """
     statistics = cast(Statistics, event.statistics)
-    for i, weight in enumerate(event.parameters):
-        gradient = event.gradients[i]
+    for i in _candidates(event, statistics, lookups):
+        weight, gradient = event.parameters[i], event.gradients[i]
         ids = lookups.take(weight)
         if ids is None and (gradient is None or gradient.layout is not torch.sparse_coo or weight.ndim != 2):
             continue
@@ -118,6 +123,14 @@ def embedding_events(event: GradientEvent, lookups: Lookups) -> Iterator[Embeddi
             index=i,
             training=event.training,
         )
+
+
+def _candidates(event: GradientEvent, statistics: Statistics, lookups: Lookups) -> Iterator[int]:
+    """Indices of the parameters that may have been looked up: most models have a few tables among many layers."""
+    likely = sorted({*event.tables, *statistics.sparse})
+    yield from likely
+    if lookups.waiting:  # of a module that joined later, or of another optimizer
+        yield from (i for i in range(len(event.parameters)) if i not in likely)
 
 
 def _rows(

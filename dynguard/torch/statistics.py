@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -128,11 +128,19 @@ class Statistics:
         self._remember = remember
 
     @cached_property
+    def sparse(self) -> tuple[int, ...]:
+        """Indices of the sparse gradients."""
+        return tuple(i for i, g in enumerate(self.gradients) if g is not None and g.layout is torch.sparse_coo)
+
+    @cached_property
     def summed(self) -> Sequence[Tensor | None]:
         """The gradients, sparse ones coalesced: sorting a large one is most of what it costs, so it is done once."""
-        if not any(g is not None and g.layout is torch.sparse_coo for g in self.gradients):
+        if not self.sparse:
             return self.gradients
-        return [g.coalesce() if g is not None and g.layout is torch.sparse_coo else g for g in self.gradients]
+        summed = list(self.gradients)
+        for i in self.sparse:
+            summed[i] = cast(Tensor, summed[i]).coalesce()
+        return summed
 
     @cached_property
     def norms(self) -> Tensor:
