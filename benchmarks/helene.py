@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.nn import functional as F
 from benchmarks.timing import QUICK, Effort, Figure, interleave, quiet, ratios
 from benchmarks.workloads import GPT, WORKLOADS, Batch
 from dynguard.events import GradientEvent
+from dynguard.testing import FakeTraining
 from dynguard.torch.gauss_newton import diagonal
 from dynguard.torch.probe import Probe
 from dynguard.torch.statistics import Statistics
@@ -37,24 +37,12 @@ from dynguard_plugins.stability.helene import Helene
 DRAWS = (1, 10, 100)
 
 
-@dataclass
-class Training:
+class Training(FakeTraining):
     """What the plugin asks of a source."""
 
-    model: nn.Module
-    loss_fn: Callable[[Any, Any], Tensor]
-    optimizer: Any = None
-    scaler: Any = None
-    groups: tuple[int, ...] = ()
-
-    def scale_learning_rate(self, factor: Any) -> None:
-        """Not asked for."""
-
-    def scale_update(self, index: int, factor: Any) -> None:
-        """Not asked for."""
-
-    def scale_rows(self, index: int, rows: Any, factors: Any) -> None:
-        """Not asked for."""
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
 
 
 def event(training: Training, step: int, batch: Batch) -> GradientEvent:
@@ -181,7 +169,7 @@ def in_training(build: Callable[[], nn.Module], draw: Callable[[int], Batch], st
         torch.manual_seed(0)
         model = build()
         optimizer, plugin = torch.optim.AdamW(model.parameters(), lr=1e-3), Helene()
-        training = Training(model, loss)  # type: ignore[arg-type] # None: no loss function was given
+        training = Training(model, loss)
         for step in range(steps):
             batch = draw(32)
             optimizer.zero_grad()

@@ -203,7 +203,10 @@ def embedding_event(
 class FakeTraining:
     """Takes down what a guard asks for, as (method, arguments), and changes nothing."""
 
-    model = optimizer = loss_fn = scaler = None
+    model: Any = None
+    optimizer: Any = None
+    loss_fn: Any = None
+    scaler: Any = None
     groups: Sequence[int] = (0,)
 
     def __init__(self) -> None:
