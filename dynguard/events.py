@@ -23,6 +23,7 @@ class RunInfo:
         parameters: names of all trainable parameters by source (optimizer); empty for trees.
         plugins: names of the enabled plugins in the order of dispatch.
         rank, world_size: of ``torch.distributed``, else 0 and 1.
+        ranks: how many of them train one model and decide together; 1 where each is for itself.
         info: versions, device, policy and options, as strict JSON.
     """
 
@@ -32,6 +33,7 @@ class RunInfo:
     plugins: tuple[str, ...] = ()
     rank: int = 0
     world_size: int = 1
+    ranks: int = 1
     info: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import dynguard
 from dynguard import registry, selfreport, state
 from dynguard.actions import Intervention
 from dynguard.bus import Bus
@@ -354,23 +351,8 @@ class FlowManager:
         self._delivery.put(RunStart(run=self.run, time=time.time(), info=info.info))
 
     def _info(self) -> RunInfo:
-        torch = sys.modules.get("torch")
-        return RunInfo(
-            run=self.run,
-            directory=self.run_directory,
-            parameters={s.name: s.names for s in self._sources},
-            plugins=self.plugins,
-            rank=self._rank,
-            world_size=1 if self._watch is None else self._watch.world_size,
-            info={
-                "dynguard": dynguard.__version__,
-                "python": platform.python_version(),
-                "torch": str(getattr(torch, "__version__", "")) or None,
-                "plugins": list(self.plugins),
-                "settings": self._settings.model_dump(mode="json"),
-                "optimizers": {s.name: type(s.optimizer).__name__ for s in self._sources},
-            },
-        )
+        directory, sources = self.run_directory, self._sources
+        return selfreport.run_info(self.run, directory, self.plugins, self._settings, self._watch, sources, self._rank)
 
     def _plugin_failed(self, name: str, hook: str, error: BaseException, off: bool) -> None:
         if off:

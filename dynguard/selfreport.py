@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
+import platform
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import dynguard
 from dynguard.actions import Action
+from dynguard.events import RunInfo
 from dynguard.findings import Evidence, Finding, Severity
+
+if TYPE_CHECKING:
+    from dynguard.settings import Settings
+    from dynguard.torch.source import Source
+    from dynguard.torch.watch import Watch
 
 
 def plugin_failed(name: str, hook: str, error: BaseException, failures: int, step: int) -> Finding:
@@ -58,3 +69,33 @@ def dropped_loss(losses: Sequence[float], step: int, source: str) -> list[Findin
             evidence=(Evidence(name="loss", value=bad[0]), Evidence(name="micro_batches", value=len(losses))),
         )
     ]
+
+
+def run_info(
+    run: str,
+    directory: Path | None,
+    plugins: tuple[str, ...],
+    settings: Settings,
+    watch: Watch | None,
+    sources: Sequence[Source],
+    rank: int,
+) -> RunInfo:
+    """What ``on_run_start`` is told."""
+    torch = sys.modules.get("torch")
+    return RunInfo(
+        run=run,
+        directory=directory,
+        parameters={s.name: s.names for s in sources},
+        plugins=plugins,
+        rank=rank,
+        world_size=1 if watch is None else watch.world_size,
+        ranks=1 if watch is None or watch.ranks is None else watch.ranks.size,
+        info={
+            "dynguard": dynguard.__version__,
+            "python": platform.python_version(),
+            "torch": str(getattr(torch, "__version__", "")) or None,
+            "plugins": list(plugins),
+            "settings": settings.model_dump(mode="json"),
+            "optimizers": {s.name: type(s.optimizer).__name__ for s in sources},
+        },
+    )

@@ -20,6 +20,7 @@ def run_info(
     plugins: Sequence[str] = (),
     rank: int = 0,
     world_size: int = 1,
+    ranks: int = 1,
     info: Mapping[str, Any] | None = None,
 ) -> RunInfo:
     """What ``on_run_start`` is told; ``parameters`` maps each source to the names of its parameters."""
@@ -30,6 +31,7 @@ def run_info(
         plugins=tuple(plugins),
         rank=rank,
         world_size=world_size,
+        ranks=ranks,
         info=dict(info or {}),
     )
 

@@ -4,7 +4,8 @@
 tensor       bytes    what
 ===========  =======  =============================================================================================
 exposures    4        look-ups so far as uint32, repeats within a batch included; saturates
-means[0]     2        visits: steps in which the row was looked up and its gradient was finite, as int16; saturates
+means[0]     2        visits: steps in which the row was looked up and its gradient was measured and finite, as int16;
+                      saturates
 means[1]     2        energy: mean over visits of |g|^2 / count as float16, in the table's own unit, 256 visits long
 means[2]     2        velocity: mean length of the row's way in the step of a visit, as float16, in such a unit
 heading      5        sum over visits of g / |g| on five fixed random directions, as int8 in steps of 2/3
@@ -27,11 +28,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dynguard.arrays import local
 from dynguard_plugins.embeddings.ledger_follow import Followed, pack, unpack
 
 PROJECTIONS = 5
 QUANTUM = 2 / 3
 WINDOW = 256
+KNOWN = 64  # measured visits from which on a row of a large table is looked at less often ...
+THIN = 8  # ... namely at one visit in so many
 WARM = 16  # steps in which units are found, and in how many they are looked at again
 MOST = 2**32 - 1
 SMALL = 0.01  # a gradient below this share of the typical one hardly turns the heading: it may be rounding
@@ -124,6 +128,9 @@ class Ledger:
         self.steps = step - self.first_step + 1
         self.followed.visit(rows, step)
         if gradients is not None:
+            some = self._worth_measuring(step, rows)
+            if some is not None:
+                rows, counts, gradients = (t.index_select(0, some) for t in (rows, counts, gradients))
             self._pending = self._measure(step, rows, counts, gradients, weight)
 
     def columns(self) -> Columns:
@@ -159,6 +166,7 @@ class Ledger:
         exposures = np.minimum(mine.exposures + theirs.exposures, MOST).astype(np.uint32).view(np.int32)
         for own, new in ((self.exposures, exposures), (self.means, means), (self.heading, heading)):
             own.copy_(torch.from_numpy(new))
+        self.followed.merge(other.followed)
         self.steps = max(self.steps, other.steps)
 
     def merged(self, group: Any = None) -> Ledger:
@@ -207,6 +215,22 @@ class Ledger:
     def _count(self, rows: Tensor, counts: Tensor) -> None:
         old = self.exposures.index_select(0, rows).to(torch.int64) & MOST
         self.exposures.index_copy_(0, rows, (old + counts).clamp_max_(MOST).to(torch.int32))
+
+    def _worth_measuring(self, step: int, rows: Tensor) -> Tensor | None:
+        """Positions of the rows whose gradient is worth a look, or None for all of them.
+
+        Most look-ups are of rows that are known well already. Of those, one visit in ``THIN`` is measured, chosen by
+        row and step alone; a row with few visits, or one that is followed, always is. On a device, where choosing
+        would take a host read, all are.
+        """
+        numbers, visits = local(rows), local(self.means)
+        if self.followed.spacing == 1 or not isinstance(numbers, np.ndarray) or not isinstance(visits, np.ndarray):
+            return None
+        turn = (numbers * 0.7548776662466927 + step * 0.6180339887498949) % 1.0 < 1.0 / THIN
+        turn |= visits[numbers, 0] < KNOWN
+        turn |= numbers % self.followed.spacing == 0
+        some = np.flatnonzero(turn)
+        return None if len(some) == len(numbers) else torch.from_numpy(some)
 
     def _measure(self, step: int, rows: Tensor, counts: Tensor, gradients: Tensor, weight: Tensor) -> _Pending:
         g = gradients.float()

@@ -77,6 +77,14 @@ class Followed:
         self.last = torch.cat([self.last[:-1], new, self.spare])
         self.seen = torch.cat([self.seen[:-1], self.seen.new_full((len(new) + 1,), -1)])
 
+    def merge(self, other: Followed) -> None:
+        """Take over what another rank, which trains the same weights, has seen later."""
+        if self.spacing != other.spacing or self.seen.shape != other.seen.shape:
+            return
+        later = other.seen > self.seen
+        self.seen = torch.where(later, other.seen, self.seen)
+        self.last = torch.where(later.unsqueeze(1), other.last, self.last)
+
     def state_dict(self) -> dict[str, Any]:
         """As numbers and strings."""
         return {

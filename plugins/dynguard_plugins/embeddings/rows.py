@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +18,13 @@ if TYPE_CHECKING:
     from dynguard_plugins.embeddings.ledger import Columns, Ledger
 
 
+log = logging.getLogger("dynguard")
+runs = itertools.count()  # runs of this process: the same number on all ranks of one
+
+
 @dataclass(slots=True)
 class Table:
-    """One table under watch."""
+    """One table under watch; ``whole`` is what all ranks have seen of it when they were last brought together."""
 
     ledger: Ledger
     source: str
@@ -29,7 +35,13 @@ class Table:
     labels: Sequence[str] | None = None
     step: int = 0
     oscillating: int = 0
+    whole: Ledger | None = None
     decays: bool = True  # unless the optimizer says that it does not
+
+    @property
+    def known(self) -> Ledger:
+        """Of all ranks if they have been brought together, else of this one."""
+        return self.ledger if self.whole is None else self.whole
 
 
 class Rows:
@@ -57,7 +69,7 @@ class Rows:
             finding ``rows_held_back``.
         floor: of autofix: least factor of a row's update.
         every: of autofix: steps between two looks at a table, at first.
-        room: of autofix: least posterior that the loss still falls at which anything is done; 0 for always.
+        room: of autofix: least posterior that the observed losses fall at which anything is done; 0 for always.
     """
 
     @validated
@@ -74,7 +86,7 @@ class Rows:
         autofix: bool = False,
         floor: Annotated[float, Field(ge=0, le=1)] = 0.05,
         every: Annotated[int, Field(ge=1)] = 200,
-        room: Annotated[float, Field(ge=0, le=1)] = 0.5,
+        room: Annotated[float, Field(ge=0, le=1)] = 0.01,
     ) -> None:
         self.labels = dict(labels or {})
         self.false_discovery_rate = false_discovery_rate
@@ -86,6 +98,7 @@ class Rows:
         self._tables: dict[tuple[str, str], Table] = {}
         self._told: dict[tuple[str, ...], list[int]] = {}
         self._saved: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._ranks, self._rank, self._run, self._key = 1, 0, 0, ""
         self._fix: AutoFix | None = None
         if autofix:
             from dynguard_plugins.embeddings.autofix import AutoFix
@@ -95,6 +108,7 @@ class Rows:
     @hookimpl
     def on_run_start(self, run: RunInfo) -> None:
         """Take note of how many processes train."""
+        self._ranks, self._rank, self._run = run.ranks, run.rank, next(runs)
         if self._fix is not None:
             self._fix.start(run.world_size)
 
@@ -132,10 +146,12 @@ class Rows:
         """What the ledgers show of each table that has been watched for long enough."""
         from dynguard_plugins.embeddings import rows_telling
 
+        self._bring_together()
         for table in self._tables.values():
-            if table.ledger.steps < self.least_steps or table.weight is None:
+            ledger = table.ledger if self._ranks == 1 else table.whole
+            if ledger is None or ledger.steps < self.least_steps or table.weight is None:
                 continue
-            columns = table.ledger.columns()
+            columns = ledger.columns()
             found = rows_telling.findings(table, columns, level=self.false_discovery_rate, most_rows=self.most_rows)
             yield from self._news(table, found)
         if self._fix is not None:
@@ -152,8 +168,9 @@ class Rows:
             return None
         shown, figures, first = [], [], []
         for table in tables:
-            columns = table.ledger.columns()
-            first.append(rows_report.overview(table.name, columns, table.ledger.steps, table.oscillating))
+            ledger = table.known
+            columns = ledger.columns()
+            first.append(rows_report.overview(table.name, columns, ledger.steps, table.oscillating))
             shown.append(rows_report.fastest(table.name, columns, table.labels, self.top))
             figures += [rows_report.lorenz(table.name, columns.exposures), rows_report.speeds(table.name, columns)]
         whole = Shown(columns=rows_report.OVERVIEW, rows=tuple(first))
@@ -167,8 +184,11 @@ class Rows:
         )
 
     def ledger(self, table: str, source: str = "") -> Ledger:
-        """The ledger of a table, for other tools; KeyError where it has not been looked up yet."""
-        return self._tables[source, table].ledger
+        """The ledger of a table, for other tools; KeyError where it has not been looked up yet.
+
+        Where several ranks train one model it is that of all together as of the last ``diagnose``, if there was one.
+        """
+        return self._tables[source, table].known
 
     def columns(self, table: str, source: str = "") -> Columns:
         """A table's ledger as numpy arrays, one entry a row."""
@@ -197,6 +217,28 @@ class Rows:
         self._told = {tuple(key): list(rows) for key, rows in state["told"]}
         if self._fix is not None and state.get("autofix") is not None:
             self._fix.load_state_dict(state["autofix"])
+
+    def _bring_together(self) -> None:
+        """Add up what all ranks have seen. One that does not come costs the others a few seconds, once."""
+        if self._ranks < 2 or not self._tables:
+            return
+        from dynguard.torch.sharing import exchange
+        from dynguard_plugins.embeddings.ledger import Ledger
+
+        names = {"/".join(key): table for key, table in self._tables.items()}
+        key, before = f"rows/{self._run}/{max(t.step for t in names.values())}", self._key
+        mine = {name: table.ledger.state_dict() for name, table in names.items()}
+        self._key = key
+        parts = exchange(key, mine, replaces=before or None)
+        if parts is None:
+            self._ranks = -1  # not tried again, and nothing is said of rows that only others may have seen
+            log.warning("rows: the ledgers of all ranks could not be brought together: nothing more is said of rows")
+            return
+        for name, table in names.items():
+            table.whole = Ledger.from_state(mine[name], table.ledger.device)
+            for rank, part in enumerate(parts):
+                if rank != self._rank and name in part:
+                    table.whole.merge(Ledger.from_state(part[name], table.ledger.device))
 
     def _labels(self) -> dict[tuple[str, str], Sequence[str] | None]:
         return {key: table.labels for key, table in self._tables.items()}

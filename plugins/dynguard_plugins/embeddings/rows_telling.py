@@ -22,7 +22,7 @@ BLIND = 20  # look-ups without gradient from which on a row is said to get none
 
 def findings(table: Table, columns: Columns, *, level: float, most_rows: int) -> Iterator[Finding]:
     """Everything that is to be said of one table."""
-    moves = tests.moved(table.ledger, columns, table.weight, table.decays)
+    moves = tests.moved(table.known, columns, table.weight, table.decays)
     told = (
         _never_seen(table, columns),
         _without_gradient(table, columns),
@@ -64,7 +64,7 @@ def _never_seen(table: Table, columns: Columns) -> Told:
             rows=len(cover.unseen), reason="never looked up", share=share, lookups=cover.lookups,
             unseen_mass=cover.unseen_mass, share_to_come=cover.coming,
         ),
-        "premise": f"{len(cover.unseen)} of {size} rows were not looked up once in {table.ledger.steps} steps "
+        "premise": f"{len(cover.unseen)} of {size} rows were not looked up once in {table.known.steps} steps "
         f"({cover.lookups} look-ups): {_some(table, cover.unseen)}",
         "implies": f"they are as they were initialised; of them {cover.coming:.0%} are to be expected within as many "
         "look-ups again",
@@ -109,7 +109,7 @@ def _oscillating(table: Table, columns: Columns, level: float) -> Told:
 
 
 def _zombies(table: Table, moves: tests.Moved, level: float) -> Told:
-    found = tests.zombies(moves, table.ledger.steps, table.padding, level)
+    found = tests.zombies(moves, table.known.steps, table.padding, level)
     if not len(found.rows):
         return None
     return found.rows, {
