@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from dynguard import registry, selfreport, state
 from dynguard.actions import Intervention
+from dynguard.boosting import Boosting
 from dynguard.bus import Bus
 from dynguard.delivery import Delivery
 from dynguard.errors import ClosedError, MissingExtraError, RunDirectoryError, SetupError, TrainingStopped
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("dynguard")
 
 
-class FlowManager:
+class FlowManager(Boosting):
     """Watches the training of a model.
 
     Args:

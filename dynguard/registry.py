@@ -22,9 +22,11 @@ from dynguard.options import option_table, validated
 
 GROUP = "dynguard"
 PRESETS: dict[str, tuple[str, ...]] = {
-    "default": ("spike", "health", "console", "history"),
-    "deep": ("spike", "health", "eos", "precursor", "flow", "console", "history"),
-}
+    "default": ("spike", "health", "rows", "popularity", "collapse", "console", "history"),
+    "deep": (
+        "spike", "health", "rows", "popularity", "collapse", "towers", "eos", "precursor", "flow", "console", "history",
+    ),
+}  # fmt: skip
 # Libraries whose absence is mended by an extra of this distribution.
 EXTRAS = {
     "torch": "torch",

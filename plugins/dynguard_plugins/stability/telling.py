@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # torch's names of the weights that are applied once per time step: nn.RNN, LSTM, GRU and their cells.
 RECURRENT = re.compile(r"(^|\.)weight_hh(_l\d+)?(_reverse)?$")
 ROWS_SHOWN = 100
+SLIGHT = 4.0  # a spike of some layers below this ratio is told and left alone
 SMALL = 10.0  # a spike below this ratio is clipped to the usual size rather than skipped
 
 
@@ -242,7 +243,9 @@ def _gradient_spike(facts: Facts, action: Action, hit_layers: list[int], rises: 
         rises[worst] = math.log(norms[worst]) - level[worst] if 0 < norms[worst] < math.inf else math.inf
     small = rises[told] < math.log(SMALL)
     if small and action is Action.SKIP:
-        action = Action.CLIP
+        slight = rises[told] < math.log(SLIGHT) and len(hit_layers) * 2 < layers
+        action = Action.WARN if slight else Action.CLIP
+        facts.pending["taken"] = slight
     whole = not hit_layers or bool(facts.spiking.tolist()[layers]) or len(hit_layers) * 2 >= layers
     stream = 0 if hit_layers else 1
     p = facts.thresholds[stream].p_value(z[told])
