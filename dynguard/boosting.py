@@ -37,7 +37,9 @@ class Boosting:
         """The same for ``lightgbm.train``, ``cv`` and the scikit-learn classes."""
         from dynguard import trees
 
-        return trees.lightgbm(self._round, self._own_failure, source)
+        callback = trees.lightgbm(self._round, self._own_failure, source)
+        self._unfinished.append(callback)
+        return callback
 
     def catboost(self, model: Any, source: str = "") -> CatBoostWatch:
         """For CatBoost: ``with flow.catboost(model) as callback: model.fit(..., callbacks=[callback])``.
@@ -57,6 +59,18 @@ class Boosting:
 
         self._start()
         return self._rounds.replay(replay(model))
+
+    @cached_property
+    def _unfinished(self) -> list[LightGBMCallback]:
+        return []
+
+    def _finish_rounds(self) -> None:
+        """Report rounds that LightGBM ended with and told nobody of."""
+        while self._unfinished:
+            try:
+                self._unfinished.pop(0).finish()
+            except Exception as error:  # noqa: BLE001 - close() never raises
+                self._own_failure("reading the last boosting rounds", error)
 
     @cached_property
     def _rounds(self) -> Rounds:

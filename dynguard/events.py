@@ -285,7 +285,9 @@ class TreeEvent:
     Attributes:
         round: boosting round, from 0.
         library: ``xgboost``, ``lightgbm`` or ``catboost``.
-        trees: column name -> (nodes,) numpy array: the columnar table of the trees that this round added.
+        trees: column name -> (nodes,) numpy array: the columnar table of the trees that this round added, see
+            :mod:`dynguard.trees.table`. Empty where a library shows metrics only: CatBoost's rounds come once with
+            their metrics, while ``fit`` runs, and again with their trees when it has ended.
         metrics: metric name -> value, by data set, e.g. ``{"valid": {"rmse": 0.31}}``.
         feature_names: names of the features by column.
         parameters: the library's training parameters, as far as known.

@@ -162,6 +162,7 @@ class FlowManager(Boosting):
         """
         if self._closed:
             return
+        self._finish_rounds()
         seen = self._started or bool(self._sources)
         if seen:
             self._start()

@@ -228,11 +228,6 @@ def _free(tree: Mapping[str, Any], splits: _Splits) -> list[Node]:
     return nodes
 
 
-def renumbered(table: TreeTable, by: int) -> TreeTable:
-    """The same trees with the rounds counted from elsewhere."""
-    return replace(table, columns={**table.columns, "round": table["round"] + by})
-
-
 def parameters(model: Any) -> dict[str, Any]:
     """All training parameters of a fitted model (defaults included), else those that were given."""
     found = model.get_all_params() if model.is_fitted() else model.get_params()

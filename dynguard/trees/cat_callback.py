@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from dynguard.events import TreeEvent
 from dynguard.trees import cat
-from dynguard.trees.reporter import Emit, Failed, Reporter
+from dynguard.trees.forest import renumbered
+from dynguard.trees.reporter import Emit, Failed, Metrics, Reporter
 from dynguard.trees.table import TreeTable
+
+NONE = TreeTable.empty(library="catboost", single=True)
 
 
 class CatBoostWatch:
@@ -39,6 +42,7 @@ class CatBoostWatch:
         self._round = 0  # how many rounds this fit has reported
         self._stopped: int | None = None
         self._lengths: dict[tuple[str, str], int] = {}
+        self._given: Mapping[str, Any] = {}
 
     def __enter__(self) -> Self:
         self._begin()
@@ -50,12 +54,14 @@ class CatBoostWatch:
 
     def after_iteration(self, info: Any) -> bool:
         """Report the metrics of the round; False stops the training."""
-        self._round = round_ = int(info.iteration) - 1
-        self._round += 1
-        stop = self._report(partial(self._event, round_, self._latest(info.metrics or {}), TreeTable.empty(**KIND)))
-        if stop and self._stopped is None:
+        round_ = int(info.iteration) - 1
+        self._round = round_ + 1
+        self._given = self._given or cat.parameters(self._model)
+        metrics = self._latest(info.metrics or {})
+        stopped = self._report(partial(self._events, [(round_, NONE)], (), self._given, metrics))
+        if stopped is not None:
             self._stopped = round_
-        return not stop
+        return stopped is None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -65,33 +71,25 @@ class CatBoostWatch:
         before = self._before()
         if self._stopped is not None and self._model.tree_count_ > before + max(self._stopped, 1):
             self._model.shrink(before + max(self._stopped, 1))
-        tables, names = self._tables(before)
-        for round_, table in tables:
-            self._report(partial(self._event, round_, {}, table, names))
+        self._report(partial(self._new, before))
 
-    def _tables(self, before: int) -> tuple[list[tuple[int, TreeTable]], tuple[str, ...]]:
-        try:
-            table, names = cat.read(self._model)
-        except Exception as error:
-            if self._report.failed is None:
-                raise
-            self._report.failed("reading the trees of a CatBoost model", error)
-            return [], ()
-        new = cat.renumbered(table.of_rounds(before, self._model.tree_count_), -before)
-        return list(new.each_round()), names
+    def _new(self, before: int) -> Iterator[TreeEvent]:
+        """The trees of this fit."""
+        table, names = cat.read(self._model)
+        new = renumbered(table.of_rounds(before, self._model.tree_count_), -before)
+        return self._events(new.each_round(), names, cat.parameters(self._model), {})
 
     def _before(self) -> int:
         """How many trees the model had before this fit (init_model): those that no round of this fit can be.
 
         With use_best_model CatBoost cuts the model back to the best round of this fit.
         """
-        trees, kept = int(self._model.tree_count_), self._round
-        best = self._model.best_iteration_
+        best, kept = self._model.best_iteration_, self._round
         if best is not None and self._model.get_param("use_best_model") is not False:
-            kept = min(int(best) + 1, kept) if kept else trees
-        return max(trees - kept, 0) if kept else 0
+            kept = min(int(best) + 1, kept)
+        return max(int(self._model.tree_count_) - kept, 0) if kept else 0
 
-    def _latest(self, metrics: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, float]]:
+    def _latest(self, metrics: Mapping[str, Mapping[str, list[float]]]) -> Metrics:
         """The values that are new since the last round (metric_period leaves some out)."""
         found: dict[str, dict[str, float]] = {}
         for data, by_name in metrics.items():
@@ -101,18 +99,20 @@ class CatBoostWatch:
                     found.setdefault(data, {})[name] = float(values[-1])
         return found
 
-    def _event(
-        self, round_: int, metrics: Mapping[str, Mapping[str, float]], table: TreeTable, names: tuple[str, ...] = ()
-    ) -> TreeEvent:
-        return TreeEvent(
-            round=round_,
-            library="catboost",
-            trees=table,
-            metrics=metrics,
-            feature_names=names,
-            parameters=cat.parameters(self._model),
-            source=self._source,
-        )
-
-
-KIND: Mapping[str, Any] = {"library": "catboost", "single": True}
+    def _events(
+        self,
+        rounds: Iterable[tuple[int, TreeTable]],
+        names: tuple[str, ...],
+        parameters: Mapping[str, Any],
+        metrics: Metrics,
+    ) -> Iterator[TreeEvent]:
+        for number, trees in rounds:
+            yield TreeEvent(
+                round=number,
+                library="catboost",
+                trees=trees,
+                metrics=metrics,
+                feature_names=names,
+                parameters=parameters,
+                source=self._source,
+            )

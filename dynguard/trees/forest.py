@@ -123,3 +123,8 @@ def joined(tables: list[TreeTable]) -> TreeTable:
         numbered.append(replace(table, columns={**table.columns, "tree": tree}))
         next_tree = int(tree.max()) + 1 if table.nodes else next_tree
     return concat(numbered)
+
+
+def renumbered(table: TreeTable, by: int) -> TreeTable:
+    """The same trees with the rounds counted from elsewhere."""
+    return replace(table, columns={**table.columns, "round": table["round"] + by})

@@ -21,6 +21,7 @@ ACCEPTED = (
 )
 SEVERAL = {"calibrated_classifiers_": "calibrated_classifiers_[i].estimator", "estimators_": "estimators_[i]",
            "boosters": "boosters[i]"}  # fmt: skip
+MODELS = ("Booster", "XGBModel", "LGBMModel", "CatBoost")  # the classes that all others of the libraries come from
 UNNAMED = re.compile(r"(f|Column_)?\d+")  # what the libraries call columns that have no name
 
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
@@ -81,6 +82,8 @@ def _read(model: Any) -> Replay:
         return _read(_load(Path(model)))
     if isinstance(model, Replay):
         return model
+    if any(attribute in getattr(model, "__dict__", ()) for attribute in SEVERAL):
+        raise UnreadableError(_refusal(model))
     library = _library(model)
     if library is not None:
         return READERS[library](model)
@@ -96,17 +99,15 @@ def _library(model: Any) -> str | None:
     """Which library the model is of, without importing any."""
     for kind in type(model).__mro__:
         root = kind.__module__.partition(".")[0]
-        if root in READERS and (root != "catboost" or hasattr(model, "tree_count_")):
-            return None if hasattr(model, "boosters") or hasattr(model, "cvfolds") else root
-        if root == "_catboost":
-            return "catboost"
+        if kind.__name__ in MODELS and root in READERS:
+            return root
     return None
 
 
 def _refusal(model: Any) -> str:
     name = type(model).__name__
     for attribute, how in SEVERAL.items():
-        if hasattr(model, attribute):
+        if attribute in getattr(model, "__dict__", ()):
             return f"{name} holds several models: inspect each of them, model.{how}"
     if hasattr(model, "estimator") and not isinstance(model, type):
         return f"{name} has no best_estimator_: fit it first. inspect takes {ACCEPTED}"
@@ -125,8 +126,6 @@ def _xgboost(model: Any) -> Replay:
         if not model.__sklearn_is_fitted__():
             raise _unfitted(model)
         booster = model.get_booster()
-    if not hasattr(booster, "num_boosted_rounds"):
-        raise UnreadableError(_refusal(model))
     curves = getattr(model, "evals_result_", None) or {}
     return Replay(xgb.read(booster), xgb.feature_names(booster), xgb.parameters(booster), curves)
 
@@ -136,7 +135,7 @@ def _lightgbm(model: Any) -> Replay:
 
     booster = model
     if not hasattr(model, "model_to_string"):
-        if not getattr(model, "fitted_", False) and not getattr(model, "_Booster", None):
+        if not model.__sklearn_is_fitted__():
             raise _unfitted(model)
         booster = model.booster_
     text = booster.model_to_string(num_iteration=-1)
