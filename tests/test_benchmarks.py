@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402 - after the skip
 
-from benchmarks import timing  # noqa: E402
+from benchmarks import movielens, paired, timing  # noqa: E402
 from benchmarks.reads import HostReads  # noqa: E402
 from benchmarks.workloads import WORKLOADS  # noqa: E402
 
@@ -102,3 +102,64 @@ def test_workloads_are_the_models_they_say(name: str, parameters: int, tensors: 
     torch.autograd.backward(loss)
     assert torch.isfinite(loss)
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_a_paired_comparison_is_scipys() -> None:
+    from scipy import stats
+
+    rng = np.random.default_rng(1)
+    own, base = rng.normal(1.02, 0.05, 12), rng.normal(1.0, 0.05, 12)
+    found, t = paired.compare(own, base), stats.ttest_rel(own, base)
+    low, high = t.confidence_interval()
+    assert found.p == pytest.approx(t.pvalue)
+    assert (found.difference - found.half, found.difference + found.half) == pytest.approx((low, high))
+    assert found.wilcoxon == pytest.approx(stats.wilcoxon(own, base).pvalue)
+    worse = stats.ttest_1samp((own - base) / base.mean(), -0.01, alternative="greater").pvalue
+    assert found.worse == pytest.approx(worse)
+    # The interval of the effect size: t lies at the tail quantiles of the distributions its ends stand for.
+    for end, level in zip(found.dz[1:], (0.975, 0.025), strict=True):
+        assert stats.nct.cdf(t.statistic, 11, end * np.sqrt(12)) == pytest.approx(level, abs=1e-5)
+    mirrored = paired.compare(2 - own, 2 - base, better=-1)
+    assert mirrored.dz == pytest.approx((-found.dz[0], -found.dz[2], -found.dz[1]), abs=1e-6)
+    assert paired.compare(own, own).p == 1.0
+
+
+def test_holm_by_hand() -> None:
+    found = [paired.compare([1.0, 2.0, 3.5], [0.0, 0.0, 0.0]) for _ in range(3)]
+    for one, p in zip(found, (0.01, 0.04, 0.03), strict=True):
+        one.p = p
+    paired.holm(found)
+    assert [one.corrected for one in found] == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_leave_one_out_by_time_and_ranking_by_hand() -> None:
+    ratings = np.array([[1, 1, 5, 30], [1, 2, 5, 10], [1, 3, 5, 20], [2, 3, 1, 5], [2, 1, 1, 5], [2, 4, 1, 5]])
+    data = movielens.split(ratings)
+    assert (data.users.tolist(), data.items.tolist()) == ([0, 1], [1, 2])
+    assert (data.valid.tolist(), data.test.tolist()) == ([2, 0], [0, 3])
+    model = movielens.Factors(2, 4, sparse=False)
+    with torch.no_grad():
+        model.user.weight.zero_()[:, 0] = 1.0
+        model.item.weight.zero_()[:, 0] = torch.tensor([1.0, 4.0, 3.0, 2.0])
+    # User 0 has rated 1 and 2, so of 0 and 3 item 3 comes first; user 1 has rated 2 and 0, item 1 comes before 3.
+    assert movielens.ranking(model, data, test=True) == pytest.approx({"ndcg": 1 / np.log2(3), "hr": 1.0})
+
+
+@pytest.mark.parametrize("loss", ["bpr", "pointwise"])
+def test_planted_interactions_come_with_both_labels(loss: str) -> None:
+    rng = np.random.default_rng(0)
+    ratings = np.array([[u, i, 1, rng.integers(99)] for u in range(30) for i in rng.choice(40, 12, replace=False)])
+    data = movielens.split(ratings)
+    bad = movielens.planted(data, "spread", 0)
+    assert int(bad.sum()) == round(0.05 * len(bad))
+    pairs = {True: [], False: []}  # type: ignore[var-annotated]
+    for users, items, *labels in movielens.EPOCHS[loss](data, bad, torch.Generator().manual_seed(0)):
+        if loss == "bpr":
+            triples = torch.cat([users[:, None], items], 1).tolist()
+            pairs[True] += [tuple(t) for t in triples]
+            pairs[False] += [(u, j, i) for u, i, j in triples]
+        else:
+            for u, i, y in zip(users.tolist(), items.tolist(), labels[0].tolist(), strict=True):
+                pairs[y > 0].append((u, i))
+    both = {t[:2] for t in set(pairs[True]) & set(pairs[False]) if data.seen[t[0], t[1]]}
+    assert both == set(zip(data.users[bad].tolist(), data.items[bad].tolist(), strict=True))

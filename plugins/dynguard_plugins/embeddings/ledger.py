@@ -34,7 +34,7 @@ from dynguard_plugins.embeddings.ledger_follow import Followed, pack, unpack
 PROJECTIONS = 5
 QUANTUM = 2 / 3
 WINDOW = 256
-KNOWN = 64  # measured visits from which on a row of a large table is looked at less often ...
+KNOWN = 512  # measured visits from which on a row of a large table is looked at less often ...
 THIN = 8  # ... namely at one visit in so many
 WARM = 16  # steps in which units are found, and in how many they are looked at again
 MOST = 2**32 - 1

@@ -16,7 +16,7 @@ LEAST_ROWS = 20  # so many rows make a yardstick
 MATERIAL = 1.5  # times the energy of rows seen as often
 FIT = 20_000
 INDEPENDENT = 2.21  # resultant that 5 % of rows of independent directions exceed: chi-squared with 5 degrees, over 5
-TAILS = 30  # degrees of freedom: scores of sound rows have tails a little heavier than normal ones
+TAILS = 16  # degrees of freedom: scores of sound rows have tails a little heavier than normal ones
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ def oscillating(columns: Columns, skip: int | None, level: float) -> Verdict:
     """Rows that are pulled to and fro: strong gradients that do not add up.
 
     A row's energy and (negative) resultant, in logs, are each put in units of the spread of rows visited as often;
-    their sum, standardised again, is tested one-sided (Student's t, 30 degrees of freedom, as scores of sound rows have
+    their sum, standardised again, is tested one-sided (Student's t, 16 degrees of freedom, as scores of sound rows have
     heavier tails than normal) with the rates of Benjamini and Hochberg (1995) at ``level``.
     Rows have to stand out in energy, and their gradients must not add up to more than independent ones may.
 
