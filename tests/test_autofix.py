@@ -160,7 +160,7 @@ def test_oscillating_rows_are_held_back_to_the_floor_and_no_others():
     columns, bad = planted(np.random.default_rng(6))
     found = posterior.shares(columns, None, level=0.01, floor=0.05, most=10_000)
     assert bad[found.rows].mean() > 0.95
-    assert len(found.rows) > 0.5 * bad.sum()
+    assert len(found.rows) > 0.4 * bad.sum()
     assert (found.factors >= 0.05).all()
     assert np.median(found.factors) < 0.15
     np.testing.assert_array_less(found.factors, 1 - 0.5 * found.posterior)
