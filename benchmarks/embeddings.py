@@ -17,15 +17,11 @@ With ``--json`` every result is written as it comes, and what the file holds alr
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.peers import FOLDER
+from benchmarks.peers import gradtracer
 from benchmarks.timing import interleave, quiet, ratios
 from dynguard import FlowManager
 from dynguard_plugins.embeddings.measures import entropy, gini
@@ -46,21 +42,9 @@ USERS, ITEMS, LATENT, LOOKUPS = 2000, 10_000, 8, 400_000
 RATES = {"adam": 0.01, "sparseadam": 0.01, "sgd": 0.1, "momentum": 0.01, "adagrad": 0.2}
 
 
-def gradtracer(version: str) -> Any:
-    """The tracker class of one release of gradtracer, installed into a folder of its own; RuntimeError without it."""
-    folder = FOLDER / f"gradtracer-{version}"
-    if not (folder / "gradtracer").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        done = subprocess.run([*command, f"gradtracer=={version}"], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"gradtracer {version} can't be installed: {done.stderr.strip()}")
-    for name in [name for name in sys.modules if name.split(".")[0] == "gradtracer"]:
-        del sys.modules[name]
-    # The package's own __init__ wants plotting libraries; the tracker does not.
-    package = ModuleType("gradtracer")
-    package.__path__ = [str(folder / "gradtracer")]
-    sys.modules["gradtracer"] = package
-    return importlib.import_module("gradtracer.analyzers.embedding").EmbeddingTracker
+def tracker_of(version: str) -> Any:
+    """The embedding tracker of one release of gradtracer; RuntimeError without it."""
+    return gradtracer(version, "analyzers.embedding").EmbeddingTracker
 
 
 class Results:
@@ -136,7 +120,7 @@ def cost(rows: int, optimizer: str, rounds: int, versions: list[str], folder: Pa
     trackers = {}
     for version in versions:
         contenders[version] = peer = Sparse(rows, optimizer)
-        trackers[version] = tracker = gradtracer(version)(peer.table)
+        trackers[version] = tracker = tracker_of(version)(peer.table)
         peer.after = tracker.step
     calls = 20 if rows <= 100_000 or not versions else 2
     with quiet():
@@ -197,7 +181,7 @@ def truth(name: str, batch: int, seed: int, epochs: int, version: str | None, fo
     for table in model.values():
         nn.init.normal_(table.weight, std=0.1)  # type: ignore[arg-type]  # an embedding's weight
     optimizer, watch = optimizer_of(name, model, batch), Rows()
-    tracker = gradtracer(version)(model["item"]) if version else None
+    tracker = tracker_of(version)(model["item"]) if version else None
     flow = None if tracker else FlowManager(model, optimizer, plugins=[watch], run_dir=folder)
     data = torch.from_numpy(users), torch.from_numpy(items), torch.from_numpy(labels).float()
     losses, start = [], time.perf_counter()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 FOLDER = Path(__file__).resolve().parent / ".peers"
 NAME = "stabilityguard"
@@ -51,3 +52,23 @@ def load(version: str) -> ModuleType:
 def _forget() -> None:
     for name in [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]:
         del sys.modules[name]
+
+
+def gradtracer(version: str, module: str) -> Any:
+    """A module of one release of gradtracer, e.g. ``analyzers.embedding``, installed into a folder of its own.
+
+    Raises RuntimeError with pip's own words when it can't be had.
+    """
+    folder = FOLDER / f"gradtracer-{version}"
+    if not (folder / "gradtracer").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        done = subprocess.run([*command, f"gradtracer=={version}"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"gradtracer {version} can't be installed: {done.stderr.strip()}")
+    for name in [name for name in sys.modules if name.split(".")[0] == "gradtracer"]:
+        del sys.modules[name]
+    # The package's own __init__ wants plotting libraries; its analyzers do not.
+    package = ModuleType("gradtracer")
+    package.__path__ = [str(folder / "gradtracer")]
+    sys.modules["gradtracer"] = package
+    return importlib.import_module(f"gradtracer.{module}")

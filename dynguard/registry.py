@@ -22,9 +22,10 @@ from dynguard.options import option_table, validated
 
 GROUP = "dynguard"
 PRESETS: dict[str, tuple[str, ...]] = {
-    "default": ("spike", "health", "rows", "popularity", "collapse", "console", "history"),
+    "default": ("spike", "health", "rows", "popularity", "collapse", "trees", "console", "history"),
     "deep": (
-        "spike", "health", "rows", "popularity", "collapse", "towers", "eos", "precursor", "flow", "console", "history",
+        "spike", "health", "rows", "popularity", "collapse", "towers", "eos", "precursor", "flow", "trees", "console",
+        "history",
     ),
 }  # fmt: skip
 # Libraries whose absence is mended by an extra of this distribution.
