@@ -133,6 +133,18 @@ def test_poisson_steps_without_bound_explode(seed, evals):
     assert cures["reg_lambda"] == 1.0
 
 
+@pytest.mark.parametrize("rate", [5.0, 20.0])
+def test_log_odds_without_bound_explode(rate):
+    watch = xgboost(*noisy_classes(), {"objective": "binary:logistic", "eta": rate}, 30)
+    assert watch.kinds() == ["exploding_leaves"]
+    assert watch.stopped <= 4
+
+
+def test_a_run_that_blew_up_and_stands_still_has_diverged():
+    watch = xgboost(*noisy_classes(), {"objective": "reg:pseudohubererror", "eta": 5.0}, 30)
+    assert "diverging_rounds" in watch.kinds() + watch.kinds(Severity.INFO)
+
+
 @pytest.mark.parametrize("times", [1, 100, 10_000])
 def test_poisson_steps_within_the_default_bound_do_not_whatever_the_unit(times):
     x, y = counts(0)
@@ -193,6 +205,34 @@ def test_gamma_beyond_any_gain_is_told_of_after_ten_rounds_and_stops_nothing(see
     assert (watch.kinds(), watch.stopped, found.action) == (["stagnating_trees"], None, Action.WARN)
     assert found.value("rounds_without_split") == 10
     assert found.prescriptions[0].parameter == "gamma"
+
+
+@pytest.mark.parametrize("evals", [None, False])
+def test_gamma_that_ends_the_splits_when_much_was_learnt_is_information(evals):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1000, 6))
+    y = x[:, 0] + 0.5 * x[:, 1] ** 2 + rng.normal(size=1000)
+    watch = xgboost(x, y, {"gamma": 1.0}, 120, valid=evals)
+    assert [(f.kind, f.severity) for f in watch.findings] == [("stagnating_trees", Severity.INFO)]
+
+
+def test_rows_of_one_class_are_no_fault():
+    x, _ = noisy_classes()
+    for params in ({}, {"min_child_weight": 0, "reg_lambda": 0}):
+        assert xgboost(x, np.zeros(len(x)), {"objective": "binary:logistic", **params}, 30).kinds() == []
+    assert lightgbm(x, np.zeros(len(x)), {"objective": "binary"}, 30).kinds() == []
+
+
+def test_a_metric_that_does_not_fit_the_objective_is_not_believed():
+    """XGBoost's binary:logitraw takes the logloss of margins, which rises as the model gets better."""
+    assert xgboost(*noisy_classes(), {"objective": "binary:logitraw", "eta": 0.1, "max_depth": 3}, 60).kinds() == []
+
+
+def test_a_huber_loss_whose_scale_does_not_fit_makes_slow_progress():
+    x, y = counts(0)
+    watch = lightgbm(x, 1e6 * y, {"objective": "huber"}, 60)
+    (found,) = [f for f in watch.plugin.diagnose() if f.severity >= Severity.WARNING]
+    assert (found.kind, found.prescriptions[0].parameter) == ("slow_progress", "target")
 
 
 def test_pseudo_huber_far_from_its_target_stalls():

@@ -11,7 +11,7 @@ from dynguard_plugins.trees.history import History
 RISES = 4  # rounds in a row, each worse than the one before
 WORSE = 0.5  # how much worse than the best round, as a share of it
 LEVEL = 5  # rounds that all lie above the first
-CALMER = 0.5  # leaves that are half as large as at first are no sign of divergence
+CALMER = 0.9  # leaves that are never as large as this part of the first round's are no sign of divergence
 SWINGS = 6  # rounds whose largest leaf changed sign each time ...
 GROWTH = 4.0  # ... and grew by this factor over them, or since the growth began
 
@@ -22,12 +22,13 @@ def diverging_rounds(history: History) -> Finding | None:
     By the metric: 4 rises in a row that end worse than the best by more than all that was gained and by half of the
     best; or 5 rounds that all lie above the first by more than twice what was gained. Without a training metric: the
     largest leaf changes its sign at each of 6 rounds and never shrinks, by a factor of 4 or more in all: for squared
-    error the residual is multiplied by 1 - eta each round. A metric is not believed where leaves shrink to half of
-    what they were (XGBoost's binary:logitraw has the logloss of its margins). Cost: O(1) a round.
+    error the residual is multiplied by 1 - eta each round. A metric is not believed where leaves have only shrunk
+    since the first round (XGBoost's binary:logitraw has the logloss of its margins). Cost: O(1) a round.
     """
     train = history.curves.train
     if train is not None and len(train.values) >= RISES + 1:
-        why = _worse(train) if train.rounds[-1] == history.newest and not _calming(history) else ""
+        why = _worse(train) if train.rounds[-1] == history.newest else ""
+        why = "" if why and _calm(history) else why
     else:
         why = "" if train is not None and train.values else _swinging(history)
     return _finding(history, why) if why and history.first_time("diverging_rounds") else None
@@ -43,10 +44,11 @@ def _worse(train: Curve) -> str:
     return ""
 
 
-def _calming(history: History) -> bool:
-    """Whether leaves shrink all the while: then it is the metric that does not fit what is trained."""
+def _calm(history: History) -> bool:
+    """Whether leaves have only shrunk since the first round: then the metric does not fit what is trained."""
     rounds = history.rounds
-    return len(rounds) > 1 and rounds[-1].number == history.newest and rounds[-1].rms < CALMER * rounds[0].rms
+    seen = len(rounds) > 1 and rounds[-1].number == history.newest
+    return seen and all(round_.rms < CALMER * rounds[0].rms for round_ in rounds[1:])
 
 
 def _swinging(history: History) -> str:

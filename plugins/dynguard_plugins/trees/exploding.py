@@ -45,8 +45,12 @@ def _lost(history: History, round_: Round | None) -> str:
 
 
 def _overshot(history: History, round_: Round) -> str:
-    """Under a log link: more nats in one step than any data calls for, or a step after which predictions grew a lot."""
+    """Log-odds far beyond certainty that do harm; or, under a log link, more nats in one step than any data calls for,
+    or a step after which the predictions' sum grew a lot.
+    """
     kind = names.objective(history.parameters)
+    if kind in (*names.LOGISTIC, *names.SOFTMAX) and round_.largest > NATS and _much_worse(history):
+        return f"a leaf of round {round_.number} moves log-odds by {round_.extreme:.3g}, and training gets worse"
     if kind not in names.LOG:
         return ""
     if round_.largest > NATS:
@@ -59,6 +63,11 @@ def _overshot(history: History, round_: Round) -> str:
             f"{round_.cover / first.cover:.3g} times what it was"
         )
     return ""
+
+
+def _much_worse(history: History) -> bool:
+    train = history.curves.train
+    return train is not None and len(train.values) > 1 and train.excess > max(train.gained, 0.5 * abs(train.best))
 
 
 def _outgrown(history: History, round_: Round) -> str:

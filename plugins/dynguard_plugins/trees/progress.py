@@ -9,6 +9,7 @@ from dynguard_plugins.trees.history import History
 
 LEAST_ROUNDS = 50
 LITTLE = 0.01  # of the first loss, over all rounds
+ORDINARY = 0.1  # learning rate
 STEADY = 0.8  # pace of the second half over that of the first: it does not level off
 
 
@@ -45,10 +46,13 @@ def slow_progress(history: History) -> Finding | None:
             Evidence(name="rounds_to_half", value=needed, unit="rounds"),
             Evidence(name="learning_rate", value=short(rate)),
         ),
-        prescriptions=(
-            Prescription(
-                parameter=names.RATE.get(history.library, "learning_rate"), current=rate,
-                proposed=0.1 if rate is None or rate < 0.1 else rate, why="longer steps; or less of reg_lambda",
-            ),
-        ),
+        prescriptions=(_prescription(history.library, rate),),
     )  # fmt: skip
+
+
+def _prescription(library: str, rate: float | None) -> Prescription:
+    if rate is None or rate < ORDINARY:
+        name = names.RATE.get(library, "learning_rate")
+        return Prescription(parameter=name, current=rate, proposed=ORDINARY, why="longer steps; or a weaker penalty")
+    why = "the steps are as long as usual: the loss's own scale (huber's, a penalty's) does not fit the target's"
+    return Prescription(parameter="target", proposed="scaled to variance 1", why=why)

@@ -72,13 +72,13 @@ def _to_blame(history: History) -> bool:
     """Whether splits were refused before much was learnt.
 
     That is: the loss fell by less than a tenth of the first round's, or a quarter where a parameter forbids splits;
-    without a loss, no tree ever split, or a parameter forbids splits and more rounds went without than with them.
+    without a loss, no tree ever split, or a parameter forbids splits and fewer than ten rounds had any.
     """
     train, held_back = history.curves.train, _held_back(history)
     if train is not None and len(train.values) > 1:
         return train.gained < (HELD if held_back else LITTLE) * abs(train.first)
     split = len(history.rounds) - history.root_run
-    return split == 0 or (held_back and split < history.root_run)
+    return split == 0 or (held_back and split < RUN)
 
 
 def _held_back(history: History) -> bool:
