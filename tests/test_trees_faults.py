@@ -256,6 +256,7 @@ def test_a_start_far_from_the_target_is_estimated(unit):
     watch = xgboost(x, y, {"eta": 0.1, "max_depth": 3}, 40, obj=own_loss)
     found = watch.one("bad_base_score")
     assert (watch.kinds(), watch.stopped, found.step) == (["bad_base_score"], None, 4)
+    assert [f.kind for f in watch.findings] == ["bad_base_score"]  # roots that make up for it do not stagnate
     (cure,) = found.prescriptions
     assert (cure.parameter, cure.current) == ("base_score", 0.5)
     assert cure.proposed == pytest.approx(y.mean(), rel=0.01)

@@ -40,9 +40,9 @@ def stagnating_trees(history: History) -> Finding | None:
 def _moving(history: History) -> bool:
     """Whether training got better all the same: the roots make up for a bad start."""
     train = history.curves.train
-    if train is None or len(train.values) <= RUN:
+    if train is None or len(train.values) < RUN:
         return False
-    before = train.values[-RUN - 1]
+    before = train.values[-RUN - 1 :][0]
     return before - train.last > LEARNED * abs(before)
 
 
