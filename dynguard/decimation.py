@@ -96,7 +96,7 @@ class Cells:
         kind = self.mean.dtype
         values = np.frombuffer(mean, kind)
         known = columns < len(values)
-        pick = columns[known]
+        pick = columns[known].astype(np.intp)  # no columns at all may come as floats
         self.mean[row, known] = values[pick]
         self.low[row, known] = values[pick] if low is None else np.frombuffer(low, kind)[pick]
         self.high[row, known] = values[pick] if high is None else np.frombuffer(high, kind)[pick]

@@ -260,6 +260,8 @@ class EmbeddingEvent:
         rejected: as in GradientEvent.
         index: of the table among the parameters of the source.
         training: as in GradientEvent.
+        elsewhere: whether rows that were not looked up have a gradient (a head that is tied to the table): looked for
+            now and then in a sample, 0-d bool; False in between and where the gradient is sparse.
     """
 
     step: int
@@ -276,6 +278,7 @@ class EmbeddingEvent:
     rejected: Any = False
     index: int = 0
     training: Training | None = None
+    elsewhere: Any = False
 
 
 @dataclass(slots=True)

@@ -123,7 +123,7 @@ class FlowManager(Boosting):
         self._start()
         started = time.perf_counter()
         if loss is not None and not isinstance(loss, (int, float)):
-            from dynguard.torch.source import observed
+            from dynguard.torch.training import observed
 
             loss = observed(loss)
         judge = self._judge

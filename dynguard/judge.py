@@ -108,7 +108,7 @@ class Judge:
         answers = [*observed.answers, *self.bus.gradients(event)]
         tables: list[EmbeddingEvent] = []
         if watch.lookups is not None:
-            tables = list(embedding_events(event, watch.lookups))
+            tables = self._tables(event, embedding_events(event, watch.lookups))
             for table in tables:
                 answers += self.bus.embeddings(table)
             watch.lookups.forget_all_but([s.owned for s in watch.sources])
@@ -129,6 +129,15 @@ class Judge:
             self.bus.adjust(event)
         if deferring:
             deferred.let_go(event)
+
+    def _tables(self, event: GradientEvent, events: Iterable[EmbeddingEvent]) -> list[EmbeddingEvent]:
+        """The events of the tables; look-ups that can't be made out (ids out of range, say) cost no judgement."""
+        found: list[EmbeddingEvent] = []
+        try:
+            found.extend(events)
+        except FAILURES as error:
+            log.warning("the look-ups of step %d can't be made out: %s: %s", event.step, type(error).__name__, error)
+        return found
 
     def _decide(self, source: Source, event: GradientEvent, reading: Reading) -> None:
         self._record(source, event.step, reading)
@@ -211,6 +220,9 @@ class Judge:
         """A GradScaler has dropped a step: undo what its forward poisoned, and stop where it drops every one."""
         assert self.watch is not None
         observed, self.observed.used = self.observed, True
+        if self.watch.lookups is not None:
+            for parameter in source.parameters:
+                self.watch.lookups.take(parameter)
         self._look_at_dropped(source, source.gradient_event(observed.losses, observed.batches))
         collapse = self.watch.scaler_collapse(source, scaler)
         if collapse is not None:

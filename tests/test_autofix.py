@@ -329,7 +329,7 @@ def test_large_tables_are_looked_at_less_often():
     from dynguard.testing import FakeTraining, embedding_event
 
     rows = Rows(autofix=True, every=10, exact_bytes=0)
-    weight = torch.randn(100_000, 1)
+    weight = torch.randn(100_000, 2)
     looks = []
     for step in range(60):
         event = embedding_event(

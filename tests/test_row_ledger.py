@@ -224,8 +224,7 @@ def child(rank: int, port: int, folder: str) -> None:
     except BaseException:
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
         raise
-    finally:
-        torch.distributed.destroy_process_group()
+    os._exit(0)  # gloo's own threads abort a leaving process now and then, with or without a watch
 
 
 def test_counts_of_two_ranks_add_up_exactly(tmp_path):

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from dynguard.events import EmbeddingEvent, GradientEvent
 from dynguard.torch.distributed import is_sharded
-from dynguard.torch.probe import probing
+from dynguard.torch.module_hooks import ModuleHook, no_training_forward
 from dynguard.torch.statistics import Statistics, wide
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
+MOST = 1024  # look-ups of one table that wait for a step
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class Lookups:
         for module in (m for top in modules for m in top.modules() if isinstance(m, TABLES)):
             if id(module) not in self._known:
                 self._known.add(id(module))
-                self._handles.append(module.register_forward_pre_hook(self._seen, with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._seen), with_kwargs=True))
 
     def detach(self) -> None:
         """Take all hooks off."""
@@ -53,15 +54,17 @@ class Lookups:
         self._ids.clear()
 
     def _seen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        weight = module.weight
+        weight = module._parameters.get("weight")  # a parametrised one would be computed anew
         ids = args[0] if args else kwargs.get("input")
-        if not isinstance(ids, Tensor) or not isinstance(weight, Tensor) or not weight.requires_grad:
+        if not isinstance(ids, Tensor) or weight is None or not weight.requires_grad or no_training_forward():
             return
-        if not torch.is_grad_enabled() or probing() or torch._C._current_graph_task_id() != -1:
-            return
-        if getattr(module, "padding_idx", None) is not None:
-            self._padding[id(weight)] = int(module.padding_idx)  # type: ignore[arg-type]  # checked above
-        self._ids.setdefault(id(weight), []).append(_Lookup(ids.detach(), module.training))
+        padding: Any = getattr(module, "padding_idx", None)
+        if padding is not None:
+            self._padding[id(weight)] = int(padding)
+        lookups = self._ids.setdefault(id(weight), [])
+        lookups.append(_Lookup(ids.detach(), module.training))
+        if len(lookups) > MOST:  # forwards that no step came of
+            del lookups[0]
 
     @property
     def waiting(self) -> bool:
@@ -122,7 +125,17 @@ def embedding_events(event: GradientEvent, lookups: Lookups) -> Iterator[Embeddi
             rejected=event.rejected,
             index=i,
             training=event.training,
+            elsewhere=_elsewhere(rows, gradient) if event.step % 16 == 0 else False,
         )
+
+
+def _elsewhere(rows: Tensor, gradient: Tensor | None) -> Any:
+    """0-d bool: whether some of 256 rows have a dense gradient without being among ``rows``, ascending."""
+    if gradient is None or gradient.layout is not torch.strided or not rows.numel() or not gradient.shape[0]:
+        return False
+    sample = torch.arange(0, gradient.shape[0], -(-gradient.shape[0] // 256), device=gradient.device)
+    own = rows[torch.searchsorted(rows, sample).clamp_max(rows.shape[0] - 1)] == sample
+    return ((gradient.detach().index_select(0, sample) != 0).flatten(1).any(dim=1) & ~own).any()
 
 
 def _candidates(event: GradientEvent, statistics: Statistics, lookups: Lookups) -> Iterator[int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+
+from dynguard.errors import SetupError
 
 Models: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 # Attribute under which a wrapper keeps what it wraps: torch.compile, FSDP, activation checkpointing.
@@ -53,3 +56,18 @@ def named_parameters(models: Models) -> Iterator[tuple[str, nn.Parameter]]:
 def is_meta(parameter: torch.Tensor) -> bool:
     """Whether the parameter has no storage yet."""
     return parameter.device.type == "meta"
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside a wrapper (Accelerate, Lightning); SetupError where there is none."""
+    seen = optimizer
+    for _ in range(8):
+        inner = getattr(seen, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        seen = inner
+    if not isinstance(seen, Optimizer):
+        raise SetupError(
+            f"optimizer must be a torch.optim.Optimizer (one, a list or a dict); got {type(optimizer).__name__}"
+        )
+    return seen

@@ -14,7 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dynguard.errors import SetupError
 from dynguard.torch import names as naming
 from dynguard.torch.globalhooks import is_inside_another
-from dynguard.torch.source import Listener, Source, innermost, is_watched, untraced
+from dynguard.torch.names import innermost
+from dynguard.torch.source import Listener, Source, is_watched, untraced
 
 
 def make_sources(models: naming.Models, optimizers: Any, listener: Listener) -> list[Source]:
@@ -65,7 +66,8 @@ def embedding_tables(models: naming.Models) -> frozenset[int]:
     """``id(parameter)`` of the weights of all nn.Embedding and nn.EmbeddingBag modules."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     found = (m for model in naming.modules_by_key(models).values() for m in model.modules())
-    return frozenset(id(m.weight) for m in found if isinstance(m, kinds))
+    weights = (m._parameters.get("weight") for m in found if isinstance(m, kinds))
+    return frozenset(id(w) for w in weights if w is not None)
 
 
 def _check_owned(name: str, optimizer: Optimizer, known: Mapping[int, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from dynguard.errors import SetupError
 from dynguard.events import GradientEvent, ParameterEvent
 from dynguard.torch.distributed import is_sharded
 from dynguard.torch.moments import moments
+from dynguard.torch.names import innermost
 from dynguard.torch.statistics import NARROW, Statistics
 from dynguard.torch.training import PerGroup, TorchTraining, mean
 from dynguard.torch.undo import Undo
@@ -92,6 +94,7 @@ class Source:
         self.training: TorchTraining | None = None
         self._previous: list[Tensor | None] = []
         self._sizes: list[int] = []
+        self._held: list[Tensor] = []  # as in the parameter groups
         self._plain = False
         self.deferred = False
         self.sent: deque[Any] = deque()
@@ -133,10 +136,13 @@ class Source:
     def refresh(self) -> None:
         """Learn of parameters that joined: known ones in the order of the model first, later ones at the end."""
         groups = self.optimizer.param_groups
+        held = [p for group in groups for p in group["params"]]
         sizes = [len(group["params"]) for group in groups]
-        if sizes == self._sizes:
+        if sizes == self._sizes and all(map(operator.is_, held, self._held)):
             return
-        self._sizes = sizes
+        if sizes == self._sizes:
+            self._replace(held)
+        self._sizes, self._held = sizes, held
         group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
         have = {id(p) for p in self.parameters}
         joined = [
@@ -159,6 +165,17 @@ class Source:
         kinds = {(p.device, p.layout) for p in self.parameters}
         self._plain = len(kinds) == 1 and all(p.dtype in NARROW and not is_sharded(p) for p in self.parameters)
 
+    def _replace(self, held: Sequence[Tensor]) -> None:
+        """Parameters that took the place of others (a table that grew) keep their index and their name."""
+        for old, new in zip(self._held, held, strict=True):
+            at = next((i for i, p in enumerate(self.parameters) if p is old), None)
+            if old is new or at is None or any(p is new for p in self.parameters):
+                continue
+            self.parameters[at] = cast(nn.Parameter, new)
+            self._known[id(new)] = self.names[at]
+            if at in self.tables:
+                self._table_names |= {id(new)}
+
     def learning_rates(self) -> list[Any]:
         """Learning rate of each parameter group, as the optimizer holds it (a number, or a tensor if capturable)."""
         return [group.get("lr", 0.0) for group in self.optimizer.param_groups]
@@ -171,7 +188,8 @@ class Source:
 
     def gradient_event(self, losses: Sequence[Any], batches: Sequence[Any]) -> GradientEvent:
         """The event of the step that is about to happen."""
-        gradients: Sequence[Tensor | None] = [p.grad for p in self.parameters]
+        gradients: list[Tensor | None] = [p.grad for p in self.parameters]
+        shared: set[int] = set()
         scale = getattr(self.optimizer, "grad_scale", None)
         statistics = Statistics(
             gradients,
@@ -181,8 +199,13 @@ class Source:
             previous=self._previous,
             remember=self._remember,
         )
+        for i in statistics.sparse:  # autograd gives the tables of a sum one and the same values: edits would add up
+            values = cast(Tensor, gradients[i])._values()
+            if values.data_ptr() in shared:
+                gradients[i] = self.parameters[i].grad = cast(Tensor, gradients[i]).clone()
+            shared.add(values.data_ptr())
         if type(self.optimizer) in SUMMING and statistics.summed is not gradients:
-            gradients = statistics.summed
+            gradients = list(statistics.summed)
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
         return GradientEvent(
@@ -330,7 +353,7 @@ class Source:
             calls += 1
             loss = closure()
             if calls == 1:  # LBFGS calls it again within the step; the first is the step's own gradient
-                self._judge(loss)
+                self._judge(loss.detach() if isinstance(loss, Tensor) else loss)
             elif self.skipped:
                 self.skip()
             return loss
@@ -365,39 +388,6 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook(*arguments)
 
     return plain if disable is None else cast(Callable[..., Any], disable(plain))
-
-
-def observed(loss: Any) -> Any:
-    """A loss as 0-d tensor without its graph, in float32 or wider, or a float.
-
-    Raises TypeError where it is neither a number nor a tensor.
-    """
-    if isinstance(loss, Tensor):
-        loss = loss.detach()
-        if loss.is_complex():
-            loss = loss.abs()
-        if loss.dtype not in (torch.float32, torch.float64):
-            loss = loss.float()
-        return loss if loss.ndim == 0 else loss.mean()
-    try:
-        return float(loss)
-    except (TypeError, ValueError):
-        raise TypeError(f"flow.observe(loss=...) takes a 0-d tensor or a number; got {type(loss).__name__}") from None
-
-
-def innermost(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside a wrapper (Accelerate, Lightning); SetupError where there is none."""
-    seen = optimizer
-    for _ in range(8):
-        inner = getattr(seen, "optimizer", None)
-        if not isinstance(inner, Optimizer):
-            break
-        seen = inner
-    if not isinstance(seen, Optimizer):
-        raise SetupError(
-            f"optimizer must be a torch.optim.Optimizer (one, a list or a dict); got {type(optimizer).__name__}"
-        )
-    return seen
 
 
 def is_watched(optimizer: Optimizer) -> bool:

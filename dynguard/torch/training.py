@@ -156,3 +156,21 @@ def mean(losses: Sequence[Any]) -> Any:
     if len(tensors) == len(losses):
         return torch.stack([t.to(tensors[0]) for t in tensors]).mean()
     return sum(float(loss) for loss in losses) / len(losses)
+
+
+def observed(loss: Any) -> Any:
+    """A loss as 0-d tensor without its graph, in float32 or wider, or a float.
+
+    Raises TypeError where it is neither a number nor a tensor.
+    """
+    if isinstance(loss, Tensor):
+        loss = loss.detach()
+        if loss.is_complex():
+            loss = loss.abs()
+        if loss.dtype not in (torch.float32, torch.float64):
+            loss = loss.float()
+        return loss if loss.ndim == 0 else loss.mean()
+    try:
+        return float(loss)
+    except (TypeError, ValueError):
+        raise TypeError(f"flow.observe(loss=...) takes a 0-d tensor or a number; got {type(loss).__name__}") from None

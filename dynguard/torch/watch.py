@@ -16,10 +16,10 @@ from dynguard.settings import Settings
 from dynguard.torch.distributed import Ranks, find_ranks
 from dynguard.torch.embeddings import Lookups
 from dynguard.torch.keeper import Keeper
-from dynguard.torch.names import clean, modules_by_key
+from dynguard.torch.names import clean, innermost, modules_by_key
 from dynguard.torch.scaling import listen
 from dynguard.torch.setup import Successors, check_models, embedding_tables, make_sources, rank_and_world
-from dynguard.torch.source import Listener, Source, innermost
+from dynguard.torch.source import Listener, Source
 from dynguard.torch.training import TorchTraining
 
 log = logging.getLogger("dynguard")

@@ -12,6 +12,7 @@ import numpy as np
 from dynguard import Evidence, Finding, Severity
 from dynguard import Table as Shown
 from dynguard_plugins.embeddings.rows_report import label
+from dynguard_plugins.embeddings.rows_telling import NARROWEST
 from dynguard_plugins.rounding import short
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class AutoFix:
             table: the table with its ledger.
             event: of this step.
         """
-        if not self.alone:
+        if not self.alone or table.ledger.width < NARROWEST:
             return None
         key = event.source, event.table
         repair = self.repairs.setdefault(key, Repair(event.step))

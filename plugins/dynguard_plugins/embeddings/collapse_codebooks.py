@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dynguard import Action, Evidence, Finding, Severity
+from dynguard.torch.module_hooks import ModuleHook
 from dynguard_plugins.embeddings.collapse_outputs import looks_away, roots
 
 CODEBOOKS = (r"(^|[._])(codebooks?|vq\w*|quanti[sz](er?|e[dr]?)s?|vector_?quanti\w*)([._\d]|$)",)
@@ -57,9 +58,9 @@ class Codebooks:
             for name, module, size in codebooks(root, self.patterns):
                 book = self.books.setdefault(prefix + name, Codebook(size))
                 if isinstance(module, nn.Embedding):
-                    self._handles.append(module.register_forward_pre_hook(self._looked_up(book)))
+                    self._handles.append(module.register_forward_pre_hook(ModuleHook(self._looked_up(book))))
                 else:
-                    self._handles.append(module.register_forward_hook(self._quantised(book)))
+                    self._handles.append(module.register_forward_hook(ModuleHook(self._quantised(book))))
 
     def detach(self) -> None:
         """Take all hooks off."""

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from dynguard import Action, Evidence, Finding, Severity
 from dynguard.torch.distributed import is_sharded
-from dynguard.torch.probe import alone, probing
+from dynguard.torch.module_hooks import ModuleHook, no_training_forward
+from dynguard.torch.probe import alone
 
 if TYPE_CHECKING:
     from dynguard.events import GradientEvent
@@ -68,14 +69,7 @@ def _few(output: Tensor) -> Tensor:
 
 def looks_away(module: nn.Module) -> bool:
     """Whether a forward is no training forward of the user's: evaluation, tracing, a probe, a recomputation, vmap."""
-    return (
-        torch.compiler.is_compiling()
-        or not module.training
-        or not torch.is_grad_enabled()
-        or probing()
-        or torch._C._current_graph_task_id() != -1  # recomputed by activation checkpointing
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return not module.training or no_training_forward()
 
 
 @dataclass(slots=True)
@@ -123,9 +117,10 @@ class Outputs:
         self.detach()
         self._model = id(model)
         for root in roots(model).values():
-            self._handles.append(root.register_forward_pre_hook(self._entered))
+            self._handles.append(root.register_forward_pre_hook(ModuleHook(self._entered)))
         for name, module in representations(model, self.patterns):
-            self._handles.append(module.register_forward_hook(self._hook(self.places.setdefault(name, Place()))))
+            hook = ModuleHook(self._hook(self.places.setdefault(name, Place())))
+            self._handles.append(module.register_forward_hook(hook))
 
     def detach(self) -> None:
         """Take all hooks off."""
@@ -139,8 +134,7 @@ class Outputs:
         self._handles, self._inputs = [], None
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling():
-            self._inputs = args[0] if args and isinstance(args[0], Tensor) else None
+        self._inputs = args[0].detach() if args and isinstance(args[0], Tensor) else None
 
     def _hook(self, place: Place) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

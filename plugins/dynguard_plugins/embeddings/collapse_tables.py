@@ -61,6 +61,7 @@ class Watched:
     weight: Any = None
     step: int = 0
     told: bool = False
+    shape: tuple[int, ...] = ()
 
     def read(self) -> list[tuple[int, list[float]]]:
         """The finite samples as numbers. Reads the device once for each that is new."""
@@ -128,8 +129,11 @@ class Tables:
             saved = self._saved.pop(key, None)
             if saved is not None:
                 _take_up(watched, saved, event.weight)
-        if watched.rows is not None and watched.rows.device != event.weight.device:
+        moved = watched.rows is not None and watched.rows.device != event.weight.device
+        shape = tuple(event.weight.shape)
+        if moved or (watched.shape and (shape[1] != watched.shape[1] or shape[0] < watched.shape[0])):
             self.tables[key] = watched = Watched(*key)
+        watched.shape = shape
         return watched
 
     def state_dict(self) -> list[Any]:

@@ -36,6 +36,7 @@ QUANTUM = 2 / 3
 WINDOW = 256
 KNOWN = 512  # measured visits from which on a row of a large table is looked at less often ...
 THIN = 8  # ... namely at one visit in so many
+RENEW = 100.0  # times the unit that typical gradients have come to when a new one is taken
 WARM = 16  # steps in which units are found, and in how many they are looked at again
 MOST = 2**32 - 1
 SMALL = 0.01  # a gradient below this share of the typical one hardly turns the heading: it may be rounding
@@ -253,6 +254,19 @@ class Ledger:
         # Rises to its double at most, so that one giant gradient does not blind it for long.
         slow = torch.minimum(self.typical + 0.2 * (level - self.typical), 2 * self.typical)
         self.typical = torch.where(self.typical > 0, slow, level)
+        self._renew_unit()
+
+    def _renew_unit(self) -> None:
+        """Take a larger unit where gradients have grown by far (a warm-up, a head that began at zero).
+
+        Half precision holds 65,504 units. Costs a pass over the table once for each hundredfold; not on a device,
+        where asking takes a host read.
+        """
+        unit, typical = local(self.unit), local(self.typical)
+        if isinstance(unit, np.ndarray) and isinstance(typical, np.ndarray) and 0 < unit * RENEW < typical**2 < np.inf:
+            kept = self.means.view(torch.float16).select(1, 1)
+            kept.mul_(float(unit) / float(typical) ** 2)
+            self.unit.copy_(self.typical.square())
 
     def _settle(self, step: int, weight: Tensor, ok: Any) -> None:
         """Enter what the last step taught, unless it was rejected."""

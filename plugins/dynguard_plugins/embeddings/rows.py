@@ -37,6 +37,8 @@ class Table:
     oscillating: int = 0
     whole: Ledger | None = None
     decays: bool = True  # unless the optimizer says that it does not
+    carries: bool = True  # a momentum from step to step, likewise
+    elsewhere: Any = False  # whether rows have had gradients without being looked up, 0-d
 
     @property
     def known(self) -> Ledger:
@@ -99,6 +101,7 @@ class Rows:
         self._told: dict[tuple[str, ...], list[int]] = {}
         self._saved: dict[tuple[str, str], Mapping[str, Any]] = {}
         self._ranks, self._rank, self._run, self._key = 1, 0, 0, ""
+        self._short: set[str] = set()
         self._fix: AutoFix | None = None
         if autofix:
             from dynguard_plugins.embeddings.autofix import AutoFix
@@ -125,7 +128,9 @@ class Rows:
             return
         table = self._table(event)
         table.weight, table.step = event.weight, event.step
-        table.decays = _decays(event)
+        table.decays, table.carries = _habits(event)
+        if event.elsewhere is not False:
+            table.elsewhere = event.elsewhere | table.elsewhere
         table.labels = event.labels or self.labels.get(event.table)
         rejected = event.rejected
         ok = rejected.logical_not() if hasattr(rejected, "logical_not") else not rejected
@@ -147,6 +152,7 @@ class Rows:
         from dynguard_plugins.embeddings import rows_telling
 
         self._bring_together()
+        self._check_labels()
         for table in self._tables.values():
             ledger = table.ledger if self._ranks == 1 else table.whole
             if ledger is None or ledger.steps < self.least_steps or table.weight is None:
@@ -218,6 +224,18 @@ class Rows:
         if self._fix is not None and state.get("autofix") is not None:
             self._fix.load_state_dict(state["autofix"])
 
+    def _check_labels(self) -> None:
+        """Say once which labels are of no table, or too few for theirs."""
+        names = {table.name for table in self._tables.values()}
+        for name in [n for n in self.labels if n not in names and names]:
+            log.warning("rows: labels are given for %r, which is no table: there are %s", name, sorted(names))
+            del self.labels[name]
+        for table in self._tables.values():
+            given = self.labels.get(table.name)
+            if given is not None and len(given) < len(table.ledger) and table.name not in self._short:
+                self._short.add(table.name)
+                log.warning("rows: %d labels for the %d rows of %r", len(given), len(table.ledger), table.name)
+
     def _bring_together(self) -> None:
         """Add up what all ranks have seen. One that does not come costs the others a few seconds, once."""
         if self._ranks < 2 or not self._tables:
@@ -256,6 +274,8 @@ class Rows:
                 weight.shape[1], weight.shape[0]
             ):  # fmt: skip
                 _take_up(table, saved, weight)
+            elif self._fix is not None and (saved is not None or key in self._tables):
+                self._fix.repairs.pop(key, None)  # of another table by that name
             self._tables[key] = table
         if event.padding is not None and table.pad_start is None and 0 <= event.padding < weight.shape[0]:
             table.padding, table.pad_start = event.padding, weight[event.padding].clone()
@@ -275,12 +295,15 @@ class Rows:
                 yield finding
 
 
-def _decays(event: EmbeddingEvent) -> bool:
+def _habits(event: EmbeddingEvent) -> tuple[bool, bool]:
+    """Whether the table's optimizer decays weights, and whether it carries a momentum; True where that is not known."""
     training = event.training
-    if training is None or training.optimizer is None:
-        return True
+    if training is None or getattr(training, "optimizer", None) is None:
+        return True, True
     group = training.optimizer.param_groups[training.groups[event.index]]
-    return not isinstance(group.get("weight_decay"), int | float) or group["weight_decay"] > 0
+    known = {name: value for name, value in group.items() if isinstance(value, int | float)}
+    momentum = "betas" in group or "beta" in group or known.get("momentum", 0.0 if "lr_decay" in group else 1.0) != 0
+    return known.get("weight_decay", 1.0) > 0, momentum
 
 
 def _take_up(table: Table, saved: Mapping[str, Any], weight: Any) -> None:

@@ -17,20 +17,16 @@ if TYPE_CHECKING:
     from dynguard_plugins.embeddings.rows import Table
 
 CHANCE = 3.0  # look-ups a row from which on evenly spread ones would have left 5 % of the rows unseen
+NARROWEST = 2  # the direction of a single number is a sign: biases of rows that vary a lot always seem to oscillate
 BLIND = 20  # look-ups without gradient from which on a row is said to get none
 
 
 def findings(table: Table, columns: Columns, *, level: float, most_rows: int) -> Iterator[Finding]:
     """Everything that is to be said of one table."""
     moves = tests.moved(table.known, columns, table.weight, table.decays)
-    told = (
-        _never_seen(table, columns),
-        _without_gradient(table, columns),
-        _oscillating(table, columns, level),
-        _zombies(table, moves, level),
-        _decaying(table, moves),
-        _padding(table),
-    )
+    told = [_never_seen(table, columns), _without_gradient(table, columns), _oscillating(table, columns, level)]
+    if not bool(table.elsewhere):  # rows that are trained without being looked up (a tied head) may move
+        told += [_zombies(table, moves, level) if table.carries else None, _decaying(table, moves), _padding(table)]
     for one in told:
         if one is not None:
             rows, finding = one
@@ -91,6 +87,8 @@ def _without_gradient(table: Table, columns: Columns) -> Told:
 
 
 def _oscillating(table: Table, columns: Columns, level: float) -> Told:
+    if table.known.width < NARROWEST:
+        return None
     found = tests.oscillating(columns, table.padding, level)
     if not len(found.rows):
         return None

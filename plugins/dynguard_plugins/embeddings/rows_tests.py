@@ -13,7 +13,7 @@ from dynguard_plugins.embeddings.ledger import Columns, Ledger
 Array = npt.NDArray[Any]
 LEAST_VISITS = 20
 LEAST_ROWS = 20  # so many rows make a yardstick
-MATERIAL = 1.5  # times the energy of rows seen as often
+MATERIAL = 2.5  # times the energy of rows seen as often
 FIT = 20_000
 INDEPENDENT = 2.21  # resultant that 5 % of rows of independent directions exceed: chi-squared with 5 degrees, over 5
 TAILS = 16  # degrees of freedom: scores of sound rows have tails a little heavier than normal ones

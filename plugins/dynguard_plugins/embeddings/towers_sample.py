@@ -54,8 +54,10 @@ class Taken:
         self._before, _ = self.layout.gather(event.parameters)
         self._norms = event.norms.detach().to(self.layout.device, torch.float32)
         self._rows, self._step = {}, event.step
-        self._rates = [event.learning_rates[i] if i < len(event.learning_rates) else 1.0
-                       for i in range(len(event.parameters))]  # fmt: skip
+        rates = event.learning_rates
+        self._rates = [
+            0.0 if not p.requires_grad else rates[i] if i < len(rates) else 1.0 for i, p in enumerate(event.parameters)
+        ]
 
     def rows(self, event: EmbeddingEvent) -> None:
         """Sample the rows that this step looked up."""
@@ -91,7 +93,7 @@ class Taken:
         return found
 
     def rests(self, tower: int) -> bool:
-        """Whether all learning rates of a tower were 0 at the newest sample. Reads rates that lie on a device."""
+        """Whether a tower was frozen or its learning rates 0 at the newest sample. Reads rates that lie on a device."""
         return bool(self._rates) and all(float(self._rates[i]) == 0.0 for i in self.groups[tower])
 
 

@@ -69,12 +69,15 @@ class Logits:
             self._look_at_balance(event, self._head[1])
 
     def _put_on(self, place: Place) -> None:
+        from dynguard.torch.module_hooks import ModuleHook
+
         if place.kind == "whole":
             hook = self._guarded(place, self._whole)
-            self._handles.append(place.module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(place.module.register_forward_pre_hook(ModuleHook(hook), with_kwargs=True))
             return
         look = {"head": self._output, "query": self._query, "key": self._key, "fused": self._fused}[place.kind]
-        self._handles.append(place.module.register_forward_hook(self._guarded(place, look), with_kwargs=True))
+        looked = ModuleHook(self._guarded(place, look))
+        self._handles.append(place.module.register_forward_hook(looked, with_kwargs=True))
         if place.kind == "head":
             self._head = (place.name, place.module.weight)
 
