@@ -186,7 +186,8 @@ def test_readme_configuration_is_accepted(tmp_path: Path) -> None:
     (block,) = blocks(ROOT / "README.md", "toml")
     (tmp_path / "dynguard.toml").write_text(block, encoding="utf-8")
     code = "from dynguard import registry as r; c = r.load_config(); print(*dict(r.resolve(c.plugins, c.options)))"
-    assert run(code, cwd=tmp_path).split() == ["console", "health", "history", "json", "spike"]
+    default = "collapse console health history json popularity rows spike trees"
+    assert run(code, cwd=tmp_path).split() == default.split()
     assert tomllib.loads(block)["flow"] == {"mode": "observe"}
 
 
@@ -205,3 +206,13 @@ def test_readme_names_the_commands_that_the_makefile_has() -> None:
         assert re.search(rf"^    make {target}$", readme, flags=re.MULTILINE)
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
     assert "make --no-print-directory test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_presets_load_no_heavy_library(tmp_path: Path) -> None:
+    """Who trains trees has no torch, and a script run under the watch may still have to set its environment up."""
+    code = (
+        "import sys; from dynguard import registry\n"
+        "registry.resolve('deep')\n"
+        "print([m for m in ('torch', 'xgboost', 'lightgbm', 'catboost', 'scipy', 'pandas') if m in sys.modules])"
+    )
+    assert run(code, cwd=tmp_path).strip() == "[]"

@@ -99,13 +99,14 @@ def test_norms_are_those_of_plain_arithmetic(name: str) -> None:
     )
 )
 def test_norms_and_extremes_of_any_finite_gradients(spec: list[tuple[torch.dtype, list[float]]]) -> None:
+    # The square of what is below 1e-19 is nothing in float32.
     gradients = [torch.tensor(values, dtype=torch.float64).to(dtype) for dtype, values in spec]
     numbers = statistics.Statistics(gradients)
-    assert numbers.norms.tolist() == pytest.approx([reference(g) for g in gradients], rel=1e-4, abs=1e-30)
+    assert numbers.norms.tolist() == pytest.approx([reference(g) for g in gradients], rel=1e-4, abs=1e-18)
     largest = [max((abs(float(v)) for v in g), default=0.0) for g in gradients]
     assert numbers.max_abs.tolist() == pytest.approx(largest, rel=1e-6)
     assert float(numbers.global_norm) == pytest.approx(
-        math.hypot(*(reference(g) for g in gradients)), rel=1e-4, abs=1e-30
+        math.hypot(*(reference(g) for g in gradients)), rel=1e-4, abs=1e-18
     )
 
 

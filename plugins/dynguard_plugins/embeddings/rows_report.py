@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,10 @@ import numpy.typing as npt
 from dynguard import Table
 from dynguard.findings import Figure, Scalar
 from dynguard_plugins.embeddings import measures
-from dynguard_plugins.embeddings.ledger import Columns
 from dynguard_plugins.rounding import short
+
+if TYPE_CHECKING:
+    from dynguard_plugins.embeddings.ledger import Columns
 
 Array = npt.NDArray[Any]
 POINTS = 100

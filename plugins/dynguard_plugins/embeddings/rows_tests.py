@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dynguard_plugins.embeddings.ledger import Columns, Ledger
+if TYPE_CHECKING:
+    from dynguard_plugins.embeddings.ledger import Columns, Ledger
+
 
 Array = npt.NDArray[Any]
 LEAST_VISITS = 20
