@@ -37,6 +37,7 @@ from dynguard_plugins.embeddings.rows import Rows
 
 PEERS = ("0.6.0", "0.9.0")
 WIDTH, IDS, ZIPF = 64, 4096, 10_000
+WARM = 700  # steps after which most looked-up rows are known, and are measured at one visit in eight
 USERS, ITEMS, LATENT, LOOKUPS = 2000, 10_000, 8, 400_000
 # Learning rate by optimizer; those of SGD are for a summed loss, so that the way per look-up is that of any batch size.
 RATES = {"adam": 0.01, "sparseadam": 0.01, "sgd": 0.1, "momentum": 0.01, "adagrad": 0.2}
@@ -125,7 +126,7 @@ def cost(rows: int, optimizer: str, rounds: int, versions: list[str], folder: Pa
     calls = 20 if rows <= 100_000 or not versions else 2
     with quiet():
         for one in contenders.values():
-            for _ in range(3 if one in [contenders.get(v) for v in versions] else 70):
+            for _ in range(3 if one in [contenders.get(v) for v in versions] else WARM):
                 one.step()
         seconds = interleave({name: one.step for name, one in contenders.items()}, rounds, calls)
     for flow in flows:
