@@ -21,7 +21,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 from dynguard import FlowManager
 
 PLUGINS = ("default", "rows", "popularity", "collapse", "towers", "precursor", "flow", "eos", "deep", "spam", "helene")
-WARM = 300  # detectors have calibrated, and the first snapshots are taken
+WARM = 120  # detectors have calibrated, and the first snapshots are taken
 
 
 def contender(workload: Workload, plugins: list[str], folder: Path) -> Callable[[], None]:

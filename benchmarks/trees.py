@@ -142,7 +142,12 @@ def inspected(library: str, model: Any, versions: list[str]) -> str:
                     flow.inspect(model)
                     flow.close()
             else:
-                gradtracer(version, "analyzers.trees").TreeTracker(model).analyze()
+                try:
+                    tracker = gradtracer(version, "analyzers.trees").TreeTracker(model)
+                except ModuleNotFoundError:
+                    times.append(float("nan"))  # this release has none
+                    break
+                tracker.analyze()
             times.append(time.perf_counter() - start)
         seconds.append(f"{statistics.median(times):.2f}")
     return " | ".join(seconds)
