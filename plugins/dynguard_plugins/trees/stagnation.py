@@ -11,6 +11,10 @@ STILL = 3  # rounds from the first on that neither split nor moved anything
 SCALE = Prescription(
     parameter="target", proposed="scaled to variance 1", why="XGBoost refuses splits of less than 1e-6 gain"
 )
+BASE = Prescription(
+    parameter="base_score", proposed="left out: it is fitted then",
+    why="where all predictions are far from the target, no split stands out from the common error",
+)  # fmt: skip
 LEARNED = 0.1  # of the first round's loss: below it nothing is left to learn
 LITTLE = 0.1  # of the first round's loss: a gain of less than it is little ...
 HELD = 0.25  # ... and of less than this where a parameter forbids splits
@@ -135,5 +139,5 @@ def _prescriptions(history: History) -> tuple[Prescription, ...]:
         why="with few rows no leaf can hold as many",
     )  # fmt: skip
     hessian = Prescription(parameter=name, current=names.number(parameters.get(name)), proposed=0.0, why=why)
-    further = {"lightgbm": (few,), "xgboost": (SCALE,)}.get(library, ())
-    return (*further, hessian)
+    further = {"lightgbm": (few,), "xgboost": (SCALE, BASE)}.get(library, ())
+    return (*further, hessian) if hessian.current != hessian.proposed else further
