@@ -256,13 +256,15 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Scalar]]) -> Renderab
 
 
 def _course(history: History, blocks: str) -> list[RenderableType]:
-    """First, last, smallest and largest loss, gradient norm and learning rate, and how they went."""
+    """First, last, smallest and largest loss, gradient norm and learning rate (of trees: metrics), and how they went."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("", "first", "last", "min", "max", "not\nfinite"):
         table.add_column(column, justify="right" if column else "left", overflow="fold")
     table.add_column("", no_wrap=True, min_width=WIDTH)
     for source in history.sources:
-        for name in ("loss", "gradient_norm", "lr"):
+        names = history.scalars(source)
+        boosted = () if "gradient_norm" in names else [n for n in names if "-" in n][:8]  # data set and metric
+        for name in ("loss", "gradient_norm", "lr", *boosted):
             curve = history.metrics(name, source)
             if len(curve):
                 table.add_row(Text(_plain(f"{name} ({source})" if source else name)), *_row(curve, blocks))
