@@ -256,7 +256,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Scalar]]) -> Renderab
 
 
 def _course(history: History, blocks: str) -> list[RenderableType]:
-    """First, last, smallest and largest loss, gradient norm and learning rate (of trees: metrics), and how they went."""
+    """First, last, smallest and largest loss, gradient norm, learning rate (of trees: metrics), and how they went."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("", "first", "last", "min", "max", "not\nfinite"):
         table.add_column(column, justify="right" if column else "left", overflow="fold")
