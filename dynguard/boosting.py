@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from dynguard.errors import ClosedError
 from dynguard.events import TreeEvent
 from dynguard.rounds import Rounds
 
@@ -21,8 +23,11 @@ class Boosting:
     """The part of :class:`dynguard.FlowManager` that watches boosting rounds."""
 
     _judge: Judge
+    _closed: bool
     _own_seconds: float
     _own_calls: int
+    _start: Callable[[], None]
+    _own_failure: Callable[[str, Exception], None]
 
     def xgboost(self, source: str = "") -> XGBoostCallback:
         """A callback for ``xgboost.train``, ``cv`` and the scikit-learn classes: ``callbacks=[flow.xgboost()]``.
@@ -31,12 +36,14 @@ class Boosting:
         """
         from dynguard import trees
 
+        self._check_open()
         return trees.xgboost(self._round, self._own_failure, source)
 
     def lightgbm(self, source: str = "") -> LightGBMCallback:
         """The same for ``lightgbm.train``, ``cv`` and the scikit-learn classes."""
         from dynguard import trees
 
+        self._check_open()
         callback = trees.lightgbm(self._round, self._own_failure, source)
         self._unfinished.append(callback)
         return callback
@@ -48,15 +55,21 @@ class Boosting:
         """
         from dynguard import trees
 
+        self._check_open()
         return trees.catboost(model, self._round, self._own_failure, source)
 
     def inspect(self, model: Any) -> list[Finding]:
         """Replay a fitted model, or a saved one by its path, round by round; the findings on it.
 
         Takes models of XGBoost, LightGBM and CatBoost, their scikit-learn classes, and pipelines that end in one.
+
+        Raises:
+            ClosedError: after ``close()``, as the callbacks do.
+            UnreadableError: something else, or a model without trees.
         """
         from dynguard.trees.inspect import replay
 
+        self._check_open()
         self._start()
         return self._rounds.replay(replay(model))
 
@@ -89,8 +102,6 @@ class Boosting:
             self._own_seconds += time.perf_counter() - started
             self._own_calls += 1
 
-    def _start(self) -> None:
-        raise NotImplementedError
-
-    def _own_failure(self, doing: str, error: Exception) -> None:
-        raise NotImplementedError
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this FlowManager is closed: train and inspect before close(), or make a new FlowManager")

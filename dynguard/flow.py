@@ -15,7 +15,14 @@ from dynguard.actions import Intervention
 from dynguard.boosting import Boosting
 from dynguard.bus import Bus
 from dynguard.delivery import Delivery
-from dynguard.errors import ClosedError, MissingExtraError, RunDirectoryError, SetupError, TrainingStopped
+from dynguard.errors import (
+    ClosedError,
+    DynguardError,
+    MissingExtraError,
+    RunDirectoryError,
+    SetupError,
+    TrainingStopped,
+)
 from dynguard.events import LossEvent, RunInfo
 from dynguard.farewell import close_at_exit
 from dynguard.findings import Finding, RunEnd, RunStart, Section
@@ -94,11 +101,11 @@ class FlowManager(Boosting):
         self._given_dir = None if run_dir is None else Path(run_dir)
         self._resume = resume
         self.run_directory: Path | None = None
-        if model is not None or optimizer is not None:
-            self._watch_from_start(model, optimizer)
         try:
+            if model is not None or optimizer is not None:
+                self._watch_from_start(model, optimizer)
             self._make_given_directory()
-        except RunDirectoryError:
+        except DynguardError:  # nothing of a manager that can't be made stays behind
             self._detach()
             raise
         self.run = self._run_name()

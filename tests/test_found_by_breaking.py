@@ -7,6 +7,7 @@ from torch import nn
 
 from dynguard import Action, Finding, FlowManager
 from dynguard.actions import Arbiter, Policy
+from dynguard.errors import SetupError
 from dynguard.findings import superseded
 from dynguard.torch.curvature import Curvature, sharpness
 from dynguard.torch.moments import can_reset, reset_moments
@@ -213,3 +214,13 @@ def test_an_intervention_names_all_its_subjects():
     arbiter = Arbiter(Policy())
     verdict = arbiter.decide([find("a", Action.CLIP, "x"), find("b", Action.WARN, "z"), find("a", Action.CLIP, "y")])
     assert verdict.intervention(3, "").subjects == ("x", "y")
+
+
+def test_a_manager_that_can_not_be_made_leaves_nothing_behind() -> None:
+    before = torch.amp.GradScaler.step
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(SetupError, match="are not the model's"):
+        FlowManager(model, optimizer, plugins=["spike"])
+    assert torch.amp.GradScaler.step is before
+    assert not optimizer._optimizer_step_pre_hooks

@@ -95,7 +95,7 @@ class Source:
         self._previous: list[Tensor | None] = []
         self._sizes: list[int] = []
         self._held: list[Tensor] = []  # as in the parameter groups
-        self._plain = False
+        self._plain = self._sparse = False
         self.deferred = False
         self.sent: deque[Any] = deque()
         self._undo: Undo | None = None
@@ -193,12 +193,13 @@ class Source:
         scale = getattr(self.optimizer, "grad_scale", None)
         statistics = Statistics(
             gradients,
-            plain=self._plain,
+            plain=self._plain and not self._sparse,
             scale=scale if isinstance(scale, Tensor) else None,
             moments=self._variances,
             previous=self._previous,
             remember=self._remember,
         )
+        self._sparse = bool(statistics.sparse)  # probably so at the next step
         for i in statistics.sparse:  # autograd gives the tables of a sum one and the same values: edits would add up
             values = cast(Tensor, gradients[i])._values()
             if values.data_ptr() in shared:

@@ -128,8 +128,18 @@ class Statistics:
         self._remember = remember
 
     @cached_property
+    def _plain_norms(self) -> Tensor | None:
+        """All norms at once, which works for dense gradients only, and is how to know that all are."""
+        try:
+            return torch.stack(torch._foreach_norm(self.gradients, 2, dtype=torch.float32)) if self._plain else None  # type: ignore[arg-type]
+        except (RuntimeError, TypeError, NotImplementedError):
+            return None
+
+    @cached_property
     def sparse(self) -> tuple[int, ...]:
         """Indices of the sparse gradients."""
+        if self._plain_norms is not None:
+            return ()
         return tuple(i for i, g in enumerate(self.gradients) if g is not None and g.layout is torch.sparse_coo)
 
     @cached_property
@@ -145,7 +155,7 @@ class Statistics:
     @cached_property
     def norms(self) -> Tensor:
         """L2 norm of every gradient, shape (n,)."""
-        values = norms(self.summed, plain=self._plain and self.summed is self.gradients)
+        values = norms(self.summed) if self._plain_norms is None else self._plain_norms
         return values if self._scale is None else values / self._scale.to(values.device)
 
     @cached_property

@@ -246,7 +246,8 @@ def _finding(source: str, table: str, record: Mapping[str, Any], names: Any) -> 
         else "no row's update is shortened any more",
         implies="what they are taught contradicts itself, so most of their way is noise" if rows
         else "no row stands out as oscillating, or the loss no longer falls",
-        expected_effect="they come to rest where their examples balance; all other rows learn as before",
+        expected_effect="they come to rest where their examples balance; all other rows learn as before" if rows
+        else "all rows learn as the optimizer has it",
         # The expected share of these rows that do oscillate.
         confidence=float(np.mean(posterior)) if posterior else None,
     )  # fmt: skip

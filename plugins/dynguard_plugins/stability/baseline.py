@@ -183,8 +183,8 @@ class Baseline:
         it tells nothing. All in log units.
         """
         whole = self.layers
-        record = namespace(score.rise).clip(self.record[whole] + above, least, None)
-        return score.good[whole] & (score.rise[whole] > record)
+        rise = score.rise[whole]
+        return score.good[whole] & (rise > least) & (rise > self.record[whole] + above)
 
     @property
     def _ripe(self) -> bool:

@@ -91,12 +91,10 @@ class Logits:
         """A hook that looks at one forward pass in so many, and whose failure is nobody's but its own."""
         import torch
 
-        from dynguard.torch.probe import probing
+        from dynguard.torch.module_hooks import no_training_forward
 
         def hook(module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
-            if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled() or probing():
-                return
-            if place.name in self._failed:
+            if not module.training or no_training_forward() or place.name in self._failed:
                 return
             self._calls[place.name] = calls = self._calls.get(place.name, -1) + 1
             if calls % self.every:

@@ -82,7 +82,8 @@ class Spike:
     A spike of all layers together that is mild (below x50), stands alone and meets an optimizer that divides by a
     second moment is warned about and let through: such batches are often rare, legitimate data, which would never be
     learnt if they were skipped for ever, and the step that Adam makes of them is bounded. The second in a row, a larger
-    one, or one that only some layers show, is acted upon (below x10 by a clip to the usual size rather than a skip).
+    one, or one that only some layers show, is acted upon (below x10 by a clip to the usual size; below x4, in a few
+    layers, by a warning). All layers beyond x50 and three times what was ever accepted spike whatever the thresholds.
 
     Args:
         action: what to do about a finite spike. A network with recurrent weights is clipped rather than skipped when
