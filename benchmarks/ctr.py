@@ -39,7 +39,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.paired import Comparison, compare, holm, lines
+from benchmarks.paired import Comparison, carry_out, compare, holm, lines
 from dynguard import FlowManager
 from dynguard_plugins.embeddings.cowclip import CowClip
 
@@ -249,12 +249,7 @@ def read(path: Path) -> dict[Run, dict[str, Any]]:
 def sweep(path: Path, wanted: Iterable[Run]) -> None:
     """Run what the file does not hold, one line each."""
     have = read(path)
-    missing = [run for run in wanted if run not in have]
-    for number, run in enumerate(missing, 1):
-        row = figures(run, SETTING)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{number}/{len(missing)}", json.dumps(row), flush=True)
+    carry_out(path, [run for run in wanted if run not in have], lambda run: figures(run, SETTING))
 
 
 def arms() -> Iterator[tuple[str, int]]:

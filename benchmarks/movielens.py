@@ -40,7 +40,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.paired import Comparison, compare, false_gains, holm, lines
+from benchmarks.paired import Comparison, carry_out, compare, false_gains, holm, lines
 from benchmarks.peers import FOLDER
 from dynguard import FlowManager
 from dynguard_plugins.embeddings.rows import Rows
@@ -312,11 +312,7 @@ def sweep(data: Films, path: Path, wanted: Iterable[Run]) -> None:
     """Run what the file does not hold, one line each."""
     have = read(path)
     missing = [run for run in wanted if run not in have]
-    for number, run in enumerate(missing, 1):
-        row = figures(data, run, SETTINGS[run.loss, run.optimizer])
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{number}/{len(missing)}", json.dumps(row), flush=True)
+    carry_out(path, missing, lambda run: figures(data, run, SETTINGS[run.loss, run.optimizer]))
 
 
 Group = tuple[str, str, str]

@@ -1,15 +1,17 @@
-"""Paired comparisons over seeds: intervals, tests, effect sizes, Holm's correction; how often equals seem better."""
+"""Runs kept in JSON-lines files, and paired comparisons of them over seeds: intervals, tests, effect sizes, Holm."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+
+Run = TypeVar("Run")
 
 
 @dataclass
@@ -90,3 +92,13 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError:
             continue
+
+
+def carry_out(path: Path, missing: Collection[Run], work: Callable[[Run], Mapping[str, Any] | None]) -> None:
+    """Do what is missing in a JSON-lines file, one line each as it comes; what gives None is left out."""
+    for number, run in enumerate(missing, 1):
+        row = work(run)
+        if row is not None:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{number}/{len(missing)}", json.dumps(row), flush=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import paired
 from benchmarks.language import UNIFORM, LanguageModel, batches, corrupted, held_out_loss, loss_of
 from dynguard import FlowManager
 
@@ -143,50 +143,36 @@ Key = tuple[str, float, int, bool]
 
 def read(path: Path) -> dict[Key, dict[str, Any]]:
     """The whole-length runs in a JSON-lines file; a line that was cut off is left out."""
-    runs: dict[Key, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if row["steps"] == STEPS:
-            runs[row["arm"], row["lr"], row["seed"], row["spiked"]] = row
-    return runs
+    return {(r["arm"], r["lr"], r["seed"], r["spiked"]): r for r in paired.lines(path) if r["steps"] == STEPS}
 
 
 def sweep(path: Path, wanted: Iterable[Key], steps: int) -> None:
     """Run what the file does not hold, one line each."""
-    have = read(path)
-    missing = [key for key in wanted if key not in have]
-    for number, key in enumerate(missing, 1):
+
+    def work(key: Key) -> dict[str, Any] | None:
         try:
-            row = run(*key, steps)
+            return run(*key, steps)
         except ImportError as error:
             print(f"{key[0]}: left out, {error}", flush=True)
-            continue
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{number}/{len(missing)}", json.dumps(row), flush=True)
+            return None
+
+    have = read(path)
+    paired.carry_out(path, [key for key in wanted if key not in have], work)
 
 
 @dataclass
 class Line:
-    """An arm at one learning rate, and its difference to the baseline by seed."""
+    """An arm at one learning rate, and its comparison with the baseline by seed."""
 
     spiked: bool
     lr: float
     arm: str
     losses: list[float]
-    difference: float = math.nan
-    half: float = math.nan
-    p: float = math.nan
-    corrected: float = math.nan
+    comparison: paired.Comparison | None = None
 
 
 def lines(runs: dict[Key, dict[str, Any]]) -> Iterator[Line]:
     """Means and paired differences, Holm-corrected over all arms and rates of one condition."""
-    from scipy import stats  # type: ignore[import-untyped] # scipy ships no types
-
     for spiked in (True, False):
         found = []
         for lr, arm in itertools.product(sorted({k[1] for k in runs}), [a for a in ARMS if a in {k[0] for k in runs}]):
@@ -195,23 +181,11 @@ def lines(runs: dict[Key, dict[str, Any]]) -> Iterator[Line]:
             line = Line(spiked, lr, arm, list(own.values()))
             both = sorted(own.keys() & base.keys())
             if arm != BASELINE and len(both) > 1:
-                ways = np.array([own[s] - base[s] for s in both])
-                line.difference = float(ways.mean())
-                spread = float(ways.std(ddof=1)) / math.sqrt(len(ways))
-                line.half = float(stats.t.ppf(0.975, len(ways) - 1)) * spread
-                line.p = float(2 * stats.t.sf(abs(line.difference) / spread, len(ways) - 1)) if spread else 1.0
+                line.comparison = paired.compare([own[s] for s in both], [base[s] for s in both], better=-1)
             if own:
                 found.append(line)
-        holm([line for line in found if not math.isnan(line.p)])
+        paired.holm([line.comparison for line in found if line.comparison is not None])
         yield from found
-
-
-def holm(tried: list[Line]) -> None:
-    """Holm's correction, in place."""
-    worst = 0.0
-    for rank, line in enumerate(sorted(tried, key=lambda x: x.p)):
-        worst = max(worst, min(1.0, line.p * (len(tried) - rank)))
-        line.corrected = worst
 
 
 def _bounded(loss: float) -> float:
@@ -224,8 +198,10 @@ def table(runs: dict[Key, dict[str, Any]]) -> str:
     out[0] += f" interval, p Holm-corrected. Base rate {BASE_LR:g}."
     out += ["| spikes | lr | arm | runs | loss | difference | p |", "|---|---|---|---|---|---|---|"]
     for x in lines(runs):
-        way = "" if math.isnan(x.difference) else f"{x.difference:+.4f} ± {x.half:.4f}"
-        p = "" if math.isnan(x.corrected) else f"{x.corrected:.3g}"
+        found = x.comparison
+        way, p = (
+            ("", "") if found is None else (f"{found.difference:+.4f} ± {found.half:.4f}", f"{found.corrected:.3g}")
+        )
         mean = float(np.mean(x.losses))
         condition = "planted" if x.spiked else "none"
         out.append(f"| {condition} | {x.lr:g}x | {x.arm} | {len(x.losses)} | {mean:.4f} | {way} | {p} |")
