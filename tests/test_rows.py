@@ -281,3 +281,21 @@ def test_a_ledger_of_a_moved_table_is_exact_about_the_way():
     assert moves.way[20:] == pytest.approx(0.40 * 6**0.5, rel=1e-4)  # from the update of step 9 on: steps 10..49
     assert moves.total == pytest.approx((weight - start).norm(dim=1).double().numpy(), rel=1e-6)
     assert moves.absent.tolist() == [0] * 20 + [40] * 20
+
+
+def test_labels_of_no_table_or_too_few_are_said_once_and_kept(tmp_path, caplog):
+    model = torch.nn.Sequential(torch.nn.Embedding(30, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    labels = {"0.weight": ["a", "b"], "item.weight": ["x"] * 40}
+    rows = Rows(labels=labels)
+    with FlowManager(model, optimizer, plugins=[rows], run_dir=tmp_path / "run", strict=True, diagnose_every=5):
+        for _ in range(20):
+            model(torch.arange(30)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [r.getMessage() for r in caplog.records if "labels" in r.getMessage()]
+    assert said == [
+        "rows: 2 labels for the 30 rows of '0.weight'",
+        "rows: labels for 'item.weight', which was not looked up: there are ['0.weight']",
+    ]
+    assert rows.labels == labels

@@ -346,13 +346,19 @@ def test_a_failing_reader_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> N
         xgboost.train(XGB, data, 2, callbacks=[trees.xgboost(Kept())])
 
 
-def test_unsupported_trees_are_said_at_the_first_round() -> None:
+def test_unsupported_trees_are_said_at_the_first_round_and_training_goes_on() -> None:
     told: list[Any] = []
-    callback = trees.lightgbm(Kept(), lambda *what: told.append(what))
-    data = lightgbm.Dataset(X, Y, params={"linear_tree": True, "verbosity": -1})
+    callback = trees.lightgbm(Kept(), lambda doing, error: told.append(error))
+
+    def data() -> lightgbm.Dataset:
+        return lightgbm.Dataset(X, Y, params={"linear_tree": True, "verbosity": -1})
+
+    model = lightgbm.train({**LGB, "linear_tree": True}, data(), 3, callbacks=[callback])
+    assert model.num_trees() == 3
+    assert isinstance(told[0], UnreadableError)
+    assert "linear trees" in str(told[0])
     with pytest.raises(UnreadableError, match="linear trees"):
-        lightgbm.train({**LGB, "linear_tree": True}, data, 3, callbacks=[callback])
-    assert not told
+        lightgbm.train({**LGB, "linear_tree": True}, data(), 3, callbacks=[trees.lightgbm(Kept())])
 
 
 def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

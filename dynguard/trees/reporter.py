@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dynguard.events import TreeEvent
-from dynguard.trees.table import UnreadableError
 
 Emit = Callable[[TreeEvent], bool]
 Failed = Callable[[str, Exception], None]
@@ -43,15 +42,9 @@ class Reporter:
     failed: Failed | None = None
 
     def __call__(self, make: Callable[[], Iterable[TreeEvent]]) -> TreeEvent | None:
-        """Hand on the events that ``make`` gives; the first that asks to stop is the last and comes back.
-
-        Raises:
-            UnreadableError: trees of a kind that dynguard does not read: the user is told at the first round.
-        """
+        """Hand on the events that ``make`` gives; the first that asks to stop is the last and comes back."""
         try:
             events = list(make())
-        except UnreadableError:
-            raise
         except Exception as error:
             if self.failed is None:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,7 +102,7 @@ class Rows:
         self._told: dict[tuple[str, ...], list[int]] = {}
         self._saved: dict[tuple[str, str], Mapping[str, Any]] = {}
         self._ranks, self._rank, self._run, self._key = 1, 0, 0, ""
-        self._short: set[str] = set()
+        self._mislabelled: set[str] = set()
         self._fix: AutoFix | None = None
         if autofix:
             from dynguard_plugins.embeddings.autofix import AutoFix
@@ -225,16 +226,16 @@ class Rows:
             self._fix.load_state_dict(state["autofix"])
 
     def _check_labels(self) -> None:
-        """Say once which labels are of no table, or too few for theirs."""
-        names = {table.name for table in self._tables.values()}
-        for name in [n for n in self.labels if n not in names and names]:
-            log.warning("rows: labels are given for %r, which is no table: there are %s", name, sorted(names))
-            del self.labels[name]
-        for table in self._tables.values():
-            given = self.labels.get(table.name)
-            if given is not None and len(given) < len(table.ledger) and table.name not in self._short:
-                self._short.add(table.name)
-                log.warning("rows: %d labels for the %d rows of %r", len(given), len(table.ledger), table.name)
+        """Say once which labels are of no table that was looked up, or too few for theirs."""
+        sizes = {table.name: len(table.ledger) for table in self._tables.values()}
+        for name, given in self.labels.items() if sizes else ():
+            if name in self._mislabelled or len(given) >= sizes.get(name, math.inf):
+                continue
+            self._mislabelled.add(name)
+            if name in sizes:
+                log.warning("rows: %d labels for the %d rows of %r", len(given), sizes[name], name)
+            else:
+                log.warning("rows: labels for %r, which was not looked up: there are %s", name, sorted(sizes))
 
     def _bring_together(self) -> None:
         """Add up what all ranks have seen. One that does not come costs the others a few seconds, once."""
