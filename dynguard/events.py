@@ -130,7 +130,7 @@ class Training(Protocol):
 
         Args:
             index: of the parameter in the event.
-            rows: (r,) row numbers.
+            rows: (r,) row numbers, ascending.
             factors: (r,) by which each row's way is multiplied.
         """
 
@@ -249,7 +249,8 @@ class EmbeddingEvent:
     Attributes:
         step, source: as in GradientEvent.
         table: name of the table's weight, e.g. ``emb.weight``.
-        rows: (r,) int64 unique row numbers, ascending.
+        rows: (r,) int64 unique row numbers, ascending. On a device, where their number can't be known without waiting
+            for it, r is as large as it may be and places left over repeat the last row with a count of 0.
         counts: (r,) int64 how often each was looked up in this step.
         row_gradient_norms: (r,) L2 norm of each row's gradient, duplicates summed.
         gradients: (r, d) the rows' gradients, or None.

@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dynguard import FlowManager, hookimpl
+from dynguard.arrays import as_on_device
+from dynguard.torch.embeddings import counted, some_of
 
 
 class Keeps:
@@ -209,3 +211,45 @@ def test_row_guards_are_not_asked_on_a_skipped_step(tmp_path):
             optimizer.step()
     assert [i.step for i in flow.interventions] == [1]
     assert [step for step, _, _ in guard.tables] == [0, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 19), min_size=1, max_size=60), st.integers(1, 8))
+def test_counting_on_a_device_needs_no_host_and_gives_the_same(ids, most):
+    """Places left over repeat the last row with a count of 0; what is sampled was looked up."""
+    given_ids = torch.tensor(ids)
+    rows, counts = counted(given_ids, 20)
+    with as_on_device():
+        padded, padded_counts = counted(given_ids, 20)
+        some = some_of(padded, padded_counts, most)
+    assert padded.shape == padded_counts.shape == (min(len(ids), 20),)
+    kept = padded_counts > 0
+    assert (padded[kept].tolist(), padded_counts[kept].tolist()) == (rows.tolist(), counts.tolist())
+    assert (padded[~kept] == rows[-1]).all()
+    assert (padded.diff() >= 0).all()
+    assert set(some.tolist()) <= set(rows.tolist())
+    assert len(some) == min(most, len(padded))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_repeated_rows_are_scaled_once(sparse, tmp_path):
+    """As they stand in an event on a device: the first factor of a row counts, for gradients and for the update."""
+
+    class Both:
+        @hookimpl
+        def adjust_embeddings(self, event):
+            rows, factors = torch.tensor([1, 2, 2, 2]), torch.tensor([0.5, 0.5, 0.0, 7.0])
+            event.training.scale_row_gradients(event.index, rows, factors)
+            event.training.scale_rows(event.index, rows, factors)
+
+    ends = []
+    for plugins in ([], [Both()]):
+        torch.manual_seed(0)
+        model = nn.Embedding(4, 2, sparse=sparse)
+        start = model.weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with FlowManager(model, optimizer, plugins=plugins, run_dir=tmp_path / f"run{len(ends)}", strict=True):
+            model(torch.tensor([0, 1, 2, 2])).sum().backward()
+            optimizer.step()
+        ends.append(model.weight.detach() - start)
+    torch.testing.assert_close(ends[1], ends[0] * torch.tensor([[1.0], [0.25], [0.25], [1.0]]))

@@ -19,6 +19,7 @@ from dynguard.arrays import as_on_device
 from dynguard.torch import reading
 
 Watch = Callable[..., FlowManager]
+READING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive")
 METHODS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__")
 
 
@@ -34,7 +35,7 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal"):
+        if name in READING:
             self.saw(name, args[0])
         if name == "copy_" and (kwargs or {}).get("non_blocking", len(args) > 2 and args[2]):
             self.home[args[0].data_ptr()] = args[0]
@@ -105,9 +106,22 @@ def train(
     return moved
 
 
+class Words(nn.Module):
+    """A table and what stands on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(4000, 6), net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(self.table((x[:, :3].abs() * 500).long()).mean(1))
+        return out
+
+
+@pytest.mark.parametrize("make", [net, Words])
 @pytest.mark.parametrize(("reads", "expected"), [("step", 1), ("deferred", 0)])
-def test_host_reads_of_a_clean_step(watch: Watch, reads: str, expected: int) -> None:
-    model = net()
+def test_host_reads_of_a_clean_step(watch: Watch, make: Callable[[], nn.Module], reads: str, expected: int) -> None:
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     with counting() as waits:
         flow = watch(model, optimizer, plugins=["default", "-console", "-history"], reads=reads, snapshot_every=50)

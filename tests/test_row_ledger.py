@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,32 @@ def test_no_host_read_in_a_step():
         for step in (2, 3):
             ledger.see(step, rows, torch.ones_like(rows), torch.ones(2, 64), weight, torch.tensor(True))
     assert not reads.counts
+
+
+def test_a_ledger_on_a_device_comes_to_the_same():
+    """Where the number of rows is not known without a wait, events have places left over (see EmbeddingEvent)."""
+    from dynguard.arrays import as_on_device
+    from dynguard.torch.embeddings import counted
+
+    kept = []
+    for device in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(400, 8, generator=generator)
+        ledger = Ledger(weight)
+        for step in range(120):
+            ids = (400 * torch.rand(64, generator=generator) ** 3).long()
+            gradient = torch.randn(400, 8, generator=generator)
+            with as_on_device() if device else nullcontext():
+                rows, counts = counted(ids, 400)
+                ledger.see(step, rows, counts, gradient.index_select(0, rows), weight, True)
+            weight = weight - 0.01 * gradient * torch.bincount(ids, minlength=400).clamp_max(1)[:, None]
+        kept.append(ledger.columns())
+    host, device_side = kept
+    assert device_side.exposures.tolist() == host.exposures.tolist()
+    assert device_side.visits.tolist() == host.visits.tolist()
+    np.testing.assert_allclose(device_side.heading, host.heading)
+    np.testing.assert_allclose(device_side.energy, host.energy, rtol=2e-3)
+    np.testing.assert_allclose(device_side.velocity, host.velocity, rtol=2e-3)
 
 
 def child(rank: int, port: int, folder: str) -> None:

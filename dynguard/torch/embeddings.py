@@ -6,9 +6,11 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dynguard.arrays import local
 from dynguard.events import EmbeddingEvent, GradientEvent
 from dynguard.torch.distributed import is_sharded
 from dynguard.torch.module_hooks import ModuleHook, no_training_forward
@@ -129,6 +131,44 @@ def embedding_events(event: GradientEvent, lookups: Lookups) -> Iterator[Embeddi
         )
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Whether asking for a tensor's values makes nobody wait."""
+    return isinstance(local(tensor), np.ndarray)
+
+
+def counted(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(r,) distinct ids ascending and (r,) how often each is there.
+
+    How many there are can't be known of ids on a device without waiting for it. There r is as many as there may be, and
+    places left over repeat the largest id with a count of 0.
+
+    Args:
+        ids: (k,) from 0.
+        size: ids are below it.
+    """
+    if on_host(ids) or not ids.numel():
+        rows, counts = torch.unique(ids, return_counts=True)
+        return rows, counts
+    ordered = ids.sort().values
+    place = torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).to(ordered.dtype).cumsum(0)])
+    counts = ordered.new_zeros(min(ids.shape[0], size)).index_add_(0, place, torch.ones_like(place))
+    rows = ordered[-1:].repeat(counts.shape[0]).scatter_(0, place, ordered)
+    return rows, counts
+
+
+def first_of_each(rows: Tensor) -> Tensor:
+    """(r,) for each of ascending rows the place of the first that is the same."""
+    return torch.searchsorted(rows, rows)
+
+
+def some_of(rows: Tensor, counts: Tensor, most: int) -> Tensor:
+    """(<= most,) rows, evenly spaced among those that were looked up."""
+    if on_host(rows):
+        return rows[:: -(-rows.shape[0] // most)] if rows.shape[0] > most else rows
+    places = min(rows.shape[0], most)
+    return rows.index_select(0, torch.arange(places, device=rows.device) * (counts > 0).sum() // places)
+
+
 def _elsewhere(rows: Tensor, gradient: Tensor | None) -> Any:
     """0-d bool: whether some of 256 rows have a dense gradient without being among ``rows``, ascending."""
     if gradient is None or gradient.layout is not torch.strided or not rows.numel() or not gradient.shape[0]:
@@ -149,7 +189,7 @@ def _candidates(event: GradientEvent, statistics: Statistics, lookups: Lookups) 
 def _rows(
     ids: Tensor | None, gradient: Tensor | None, summed: Tensor | None, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(r,) rows ascending, (r,) counts, (r, d) gradients of the rows, or None where there is no gradient.
+    """(r,) rows and (r,) counts as of ``counted``, (r, d) gradients of the rows, or None where there is no gradient.
 
     Args:
         ids: (k,) as they were looked up, or None.
@@ -158,19 +198,15 @@ def _rows(
         weight: (N, d).
     """
     if ids is None:
-        assert summed is not None
         assert gradient is not None
-        rows, counts = torch.unique(gradient._indices()[0], return_counts=True)
-        return rows, counts, summed.values()
-    rows, counts = torch.unique(ids, return_counts=True)
-    rows = rows.to(weight.device)
-    counts = counts.to(weight.device)
+        ids = gradient._indices()[0]
+    rows, counts = counted(ids.to(weight.device), weight.shape[0])
     if summed is None:
         return rows, counts, None
     if summed.layout is not torch.sparse_coo:
         return rows, counts, summed.detach().index_select(0, rows)
     have = summed.indices()[0]
-    if have.shape == rows.shape and have.is_cpu and torch.equal(have, rows):
+    if have.shape == rows.shape and on_host(rows) and torch.equal(have, rows):
         return rows, counts, summed.values()  # nearly always: the gradient is that of these look-ups
     if have.shape[0] == 0:
         return rows, counts, weight.new_zeros((rows.shape[0], weight.shape[1]))

@@ -92,18 +92,23 @@ class TorchTraining:
         self._starts.append((parameter, parameter.detach().clone(), factor))
 
     def scale_rows(self, index: int, rows: Tensor, factors: Any) -> None:
-        """The same for single rows of one parameter."""
+        """The same for single rows of one parameter, ascending; of one that stands several times the first counts."""
         parameter = self._source.parameters[index]
-        self._rows.append((parameter, rows, parameter.detach().index_select(0, rows), factors))
+        shares = torch.as_tensor(factors, device=rows.device).index_select(0, torch.searchsorted(rows, rows))
+        self._rows.append((parameter, rows, parameter.detach().index_select(0, rows), shares))
 
     def scale_row_gradients(self, index: int, rows: Tensor, factors: Any) -> None:
-        """Multiply the gradient of single rows of one parameter in place; ``rows`` ascending."""
+        """Multiply the gradient of single rows of one parameter in place; ``rows`` ascending.
+
+        Of a row that stands several times (see EmbeddingEvent) the first factor counts.
+        """
         gradient = self._source.parameters[index].grad
         if gradient is None or not rows.numel():
             return
         with torch.no_grad():
             if gradient.layout is not torch.sparse_coo:
                 shares = torch.as_tensor(factors, dtype=gradient.dtype, device=gradient.device)
+                shares = shares.index_select(0, torch.searchsorted(rows, rows))
                 scaled = gradient.index_select(0, rows) * shares.reshape(-1, *[1] * (gradient.ndim - 1))
                 gradient.index_copy_(0, rows, scaled)
                 return

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynguard import Action, Evidence, Finding, Severity
+from dynguard.torch.embeddings import some_of
 
 if TYPE_CHECKING:
     from dynguard.events import EmbeddingEvent
@@ -156,8 +157,7 @@ class Tables:
 
 def _gather(watched: Watched, event: EmbeddingEvent) -> None:
     """Add rows as they are before their update; measure them once there are enough, which is the start."""
-    rows = event.rows.to(event.weight.device)
-    rows = rows[:: -(-rows.shape[0] // ROWS)] if rows.shape[0] > ROWS else rows
+    rows = some_of(event.rows.to(event.weight.device), event.counts, ROWS)
     first = event.weight.index_select(0, rows)
     watched.events += 1
     if watched.rows is not None and watched.first is not None:

@@ -28,7 +28,7 @@ class Clipped:
     """Of one table: steps, rows looked up, and (256,) how many of them were clipped by which factor, on its device."""
 
     steps: int = 0
-    rows: int = 0
+    rows: Any = 0
     factors: Any = None
 
 
@@ -84,7 +84,7 @@ class CowClip:
             return
         factors = self._factors(event)
         event.training.scale_row_gradients(event.index, event.rows, factors)
-        self._note((event.source, event.table), factors)
+        self._note((event.source, event.table), factors, event.counts > 0)
 
     def _chosen(self, event: EmbeddingEvent) -> bool:
         weight = event.weight
@@ -101,17 +101,19 @@ class CowClip:
         norms = event.row_gradient_norms
         sizes = torch.linalg.vector_norm(event.weight.index_select(0, event.rows), dim=1, dtype=norms.dtype)
         limits = event.counts * (self.r * sizes).clamp_min(self.zeta)
-        return torch.where(torch.isfinite(norms) & (norms > limits), limits / norms, 1.0)
+        over = torch.isfinite(norms) & (norms > limits) & (event.counts > 0)
+        return torch.where(over, limits / norms, 1.0)
 
-    def _note(self, key: tuple[str, str], factors: Any) -> None:
+    def _note(self, key: tuple[str, str], factors: Any, looked_up: Any) -> None:
         import torch
 
         told = self._clipped.setdefault(key, Clipped())
         told.steps += 1
-        told.rows += factors.shape[0]
         if told.factors is None or told.factors.device != factors.device:
             old = [0] * BINS if told.factors is None else told.factors
             told.factors = torch.as_tensor(old, dtype=torch.int64, device=factors.device)
+            told.rows = int(told.rows)
+        told.rows = told.rows + looked_up.sum()
         bins = (-PER_OCTAVE * factors.log2()).clamp(0, BINS - 1).long()
         told.factors.index_add_(0, bins, (factors < 1).long())
 
@@ -131,7 +133,7 @@ class CowClip:
         """The counters of all tables."""
         return {
             "tables": [
-                [*key, told.steps, told.rows, told.factors.tolist()] for key, told in self._clipped.items()
+                [*key, told.steps, int(told.rows), told.factors.tolist()] for key, told in self._clipped.items()
             ]
         }  # fmt: skip
 
@@ -146,11 +148,11 @@ class CowClip:
 
 
 def _line(table: str, told: Clipped) -> tuple[Any, ...]:
-    counts = told.factors.tolist()
+    counts, rows = told.factors.tolist(), int(told.rows)
     clipped, below, median = sum(counts), 0, None
     for i, count in enumerate(counts):  # from the mildest factor on
         below += count
         if clipped and 2 * below >= clipped:
             median = short(2.0 ** (-(i + 0.5) / PER_OCTAVE))
             break
-    return (table, told.steps, told.rows, clipped, short(clipped / max(told.rows, 1)), median)
+    return (table, told.steps, rows, clipped, short(clipped / max(rows, 1)), median)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from dynguard.arrays import local
+from dynguard.torch.embeddings import first_of_each, on_host
 from dynguard_plugins.embeddings.ledger_follow import Followed, pack, unpack
 
 PROJECTIONS = 5
@@ -70,6 +71,7 @@ class _Pending:
     energy: Tensor  # (r,) |g|^2 / count
     heading: Tensor  # (r, 5)
     weights: Tensor  # (r, d) before the update
+    looked_up: Tensor  # (r,) bool, False for places left over
 
 
 class Ledger:
@@ -115,8 +117,8 @@ class Ledger:
 
         Args:
             step: from 0.
-            rows: (r,) unique row numbers.
-            counts: (r,) how often each was looked up.
+            rows: (r,) row numbers and
+            counts: (r,) how often each was looked up, both as in an EmbeddingEvent.
             gradients: (r, d) or None.
             weight: (N, d) before the update.
             ok: whether the step before this one was taken, bool or 0-d bool on any device.
@@ -125,14 +127,19 @@ class Ledger:
             self._grow(weight)
         self.first_step = step if self.first_step < 0 else self.first_step
         self._settle(step, weight, ok)
+        looked_up = counts > 0
+        if not on_host(rows):  # places left over say the same as the row that they repeat, whoever writes last
+            counts = counts.index_select(0, first_of_each(rows))
         self._count(rows, counts)
         self.steps = step - self.first_step + 1
         self.followed.visit(rows, step)
         if gradients is not None:
             some = self._worth_measuring(step, rows)
             if some is not None:
-                rows, counts, gradients = (t.index_select(0, some) for t in (rows, counts, gradients))
-            self._pending = self._measure(step, rows, counts, gradients, weight)
+                rows, counts, gradients, looked_up = (
+                    t.index_select(0, some) for t in (rows, counts, gradients, looked_up)
+                )
+            self._pending = self._measure(step, rows, counts, gradients, weight, looked_up)
 
     def columns(self) -> Columns:
         """Everything on the host."""
@@ -224,26 +231,28 @@ class Ledger:
         row and step alone; a row with few visits, or one that is followed, always is. On a device, where choosing
         would take a host read, all are.
         """
-        numbers, visits = local(rows), local(self.means)
-        if self.followed.spacing == 1 or not isinstance(numbers, np.ndarray) or not isinstance(visits, np.ndarray):
+        if self.followed.spacing == 1 or not on_host(rows):
             return None
+        numbers, visits = rows.numpy(), self.means.numpy()
         turn = (numbers * 0.7548776662466927 + step * 0.6180339887498949) % 1.0 < 1.0 / THIN
         turn |= visits[numbers, 0] < KNOWN
         turn |= numbers % self.followed.spacing == 0
         some = np.flatnonzero(turn)
         return None if len(some) == len(numbers) else torch.from_numpy(some)
 
-    def _measure(self, step: int, rows: Tensor, counts: Tensor, gradients: Tensor, weight: Tensor) -> _Pending:
+    def _measure(
+        self, step: int, rows: Tensor, counts: Tensor, gradients: Tensor, weight: Tensor, looked_up: Tensor
+    ) -> _Pending:
         g = gradients.float()
         squares = torch.linalg.vecdot(g, g)
         learns = torch.isfinite(squares)
         squares = torch.where(learns, squares, 0.0)
         energy = squares / counts
         if self.steps <= WARM or step % WARM == 0:
-            self._rescale(squares, energy)
+            self._rescale(squares * looked_up, energy * looked_up)
         length = (squares.sqrt() + counts.sqrt().mul_(SMALL * self.typical)).add_(1e-37)
         heading = torch.nn.functional.linear(g, self._directions).div_(length.unsqueeze(1))
-        return _Pending(step, rows, learns, energy, heading, weight.index_select(0, rows))
+        return _Pending(step, rows, learns, energy, heading, weight.index_select(0, rows), looked_up)
 
     def _rescale(self, squares: Tensor, energy: Tensor) -> None:
         """Bring the typical gradient up to date; the unit stays what it was in the first step that had gradients."""
@@ -287,7 +296,8 @@ class Ledger:
             way = torch.linalg.vector_norm(now.float().sub_(pending.weights), dim=1)  # `now` is a copy, used up here
             way.nan_to_num_(0.0, 0.0)
             if self.steps <= WARM or step % WARM == 0:
-                moved = (way * learns).sum() / (learns & (way > 0)).sum().clamp_min(1)
+                usual = learns & pending.looked_up
+                moved = (way * usual).sum() / (usual & (way > 0)).sum().clamp_min(1)
                 self.stride = torch.where(self.stride > 0, self.stride, moved)
             _blend(means, 2, way / (self.stride + 1e-37), rate)
         visits.copy_(torch.where(learns, n, visits))

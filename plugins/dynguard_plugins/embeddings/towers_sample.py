@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dynguard.torch.embeddings import some_of
 from dynguard_plugins.stability.flow_sample import Layout
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Taken:
         """Sample the rows that this step looked up."""
         if event.step != self._step or not isinstance(event.weight, Tensor) or event.weight.ndim != 2:
             return
-        rows = event.rows[:: -(-event.rows.shape[0] // ROWS)] if event.rows.shape[0] > ROWS else event.rows
+        rows = some_of(event.rows, event.counts, ROWS)
         self._rows[event.index] = rows, event.weight.index_select(0, rows).float()
 
     def after(self, event: GradientEvent) -> Tensor | None:
