@@ -1,14 +1,10 @@
 """``helene`` on two ranks that hold copies of a model: one estimate for both, whoever fails to make it."""
 
-import os
-import socket
-
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 
-from dynguard.testing import call, gradient_event
+from dynguard.testing import call, gradient_event, on_ranks
 from dynguard.torch.gauss_newton import diagonal
 from dynguard.torch.probe import Probe
 from dynguard_plugins.stability.helene import Helene
@@ -46,35 +42,19 @@ def event_of(model, step, fn, batch):
     return gradient_event(step, gradients=gradients, parameters=named, training=Fake(model, fn), batches=[batch])
 
 
-def two_ranks(rank, at, folder):
+def two_ranks(rank, folder):
     """Each with its own batch; the second one's loss can't be evaluated at step 1, and nobody's at step 2."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(at), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        model, data = nn.parallel.DistributedDataParallel(net()), batch_of(rank)
-        works = {0: (loss_fn, loss_fn), 1: (loss_fn, None), 2: (None, None)}
-        plugin = Helene(every=1, share=1.0)
-        for step, fns in works.items():
-            call(plugin, "adjust_gradients", event=event_of(model, step, fns[rank], data))
-        torch.save(
-            [plugin._watched[""].curvature.values, plugin._watched[""].curvature.fallbacks], f"{folder}/{rank}.pt"
-        )
-    finally:
-        torch.distributed.destroy_process_group()
+    model, data = nn.parallel.DistributedDataParallel(net()), batch_of(rank)
+    works = {0: (loss_fn, loss_fn), 1: (loss_fn, None), 2: (None, None)}
+    plugin = Helene(every=1, share=1.0)
+    for step, fns in works.items():
+        call(plugin, "adjust_gradients", event=event_of(model, step, fns[rank], data))
+    curvature = plugin._watched[""].curvature
+    torch.save([curvature.values, curvature.fallbacks], folder / f"{rank}.pt")
 
 
 def test_ranks_with_copies_of_the_model_clip_alike(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        at = s.getsockname()[1]
-    context = mp.get_context("spawn")
-    ranks = [context.Process(target=two_ranks, args=(r, at, str(tmp_path))) for r in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=120)
-        assert process.exitcode == 0
+    on_ranks(two_ranks, tmp_path)
     (mine, fell), (theirs, _) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
     assert fell == 1
     model = net()

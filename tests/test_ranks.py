@@ -3,56 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 from dynguard import Action, FlowManager, Signal, hookimpl
-
-
-def port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def child(rank: int, size: int, at: int, work: str, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(at), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
-    try:
-        globals()[work](rank, Path(folder))
-        (Path(folder) / f"ok{rank}").touch()
-    except BaseException:
-        (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
-        raise
-    finally:
-        torch.distributed.destroy_process_group()
+from dynguard.testing import on_ranks
 
 
 def run(work: Callable[[int, Path], None], folder: Path, size: int = 2) -> None:
-    context = mp.get_context("spawn")
-    at = port()
-    processes = [context.Process(target=child, args=(r, size, at, work.__name__, str(folder))) for r in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-    hung = [p for p in processes if p.is_alive()]
-    for process in hung:
-        process.kill()
-    errors = "".join(f.read_text() for f in folder.glob("error*"))
-    assert not errors, errors
-    assert not hung, "a rank hangs"
-    assert all((folder / f"ok{r}").exists() for r in range(size))
+    on_ranks(work, folder, size=size)
 
 
 def model() -> nn.Sequential:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import traceback
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.multiprocessing as mp  # noqa: E402 - after the skip
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from dynguard.testing import on_ranks  # noqa: E402 - after the skip
 from dynguard_plugins.embeddings.ledger import Ledger  # noqa: E402
 
 ids = st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=20), min_size=1, max_size=8)
@@ -222,51 +218,29 @@ def test_a_ledger_on_a_device_comes_to_the_same():
     np.testing.assert_allclose(device_side.velocity, host.velocity, rtol=2e-3)
 
 
-def child(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        from dynguard import FlowManager
-        from dynguard_plugins.embeddings.rows import Rows
+def child(rank: int) -> None:
+    from dynguard import FlowManager
+    from dynguard_plugins.embeddings.rows import Rows
 
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Embedding(30, 4, sparse=True), torch.nn.Linear(4, 1))
-        ddp = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer, rows = torch.optim.SGD(ddp.parameters(), lr=0.1), Rows()
-        flow = FlowManager(ddp, optimizer, plugins=[rows], strict=True)
-        seen = []
-        for step in range(10):
-            batch = torch.randint(0, 30, (16,), generator=torch.Generator().manual_seed(100 * step + rank))
-            seen.append(batch)
-            ddp(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        merged = rows.ledger("0.weight").merged().columns()
-        mine = torch.bincount(torch.cat(seen), minlength=30)
-        assert rows.columns("0.weight").exposures.tolist() == mine.tolist()
-        torch.distributed.all_reduce(mine)
-        assert merged.exposures.tolist() == mine.tolist()
-        flow.close()
-    except BaseException:
-        (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
-        raise
-    os._exit(0)  # gloo's own threads abort a leaving process now and then, with or without a watch
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(30, 4, sparse=True), torch.nn.Linear(4, 1))
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer, rows = torch.optim.SGD(ddp.parameters(), lr=0.1), Rows()
+    flow = FlowManager(ddp, optimizer, plugins=[rows], strict=True)
+    seen = []
+    for step in range(10):
+        batch = torch.randint(0, 30, (16,), generator=torch.Generator().manual_seed(100 * step + rank))
+        seen.append(batch)
+        ddp(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    merged = rows.ledger("0.weight").merged().columns()
+    mine = torch.bincount(torch.cat(seen), minlength=30)
+    assert rows.columns("0.weight").exposures.tolist() == mine.tolist()
+    torch.distributed.all_reduce(mine)
+    assert merged.exposures.tolist() == mine.tolist()
+    flow.close()
 
 
-def test_counts_of_two_ranks_add_up_exactly(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=child, args=(rank, port, str(tmp_path))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-    hung = [p for p in processes if p.is_alive()]
-    for process in hung:
-        process.kill()
-    assert not "".join(f.read_text() for f in tmp_path.glob("error*"))
-    assert not hung
-    assert [p.exitcode for p in processes] == [0, 0]
+def test_counts_of_two_ranks_add_up_exactly():
+    on_ranks(child)

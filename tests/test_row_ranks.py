@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.multiprocessing as mp  # noqa: E402 - after the skip
+
+from dynguard.testing import on_ranks  # noqa: E402 - after the skip
 
 STEPS = 120
-
-
-def child(rank: int, port: int, folder: str, case: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        {"together": together, "alone": alone}[case](rank, Path(folder))
-    except BaseException:
-        (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
-        raise
-    os._exit(0)  # gloo's own threads abort a leaving process now and then, with or without a watch
 
 
 def train(rank: int, folder: Path, plugins: list[Any], **settings: Any) -> tuple[Any, Any]:
@@ -72,17 +58,6 @@ def alone(rank: int, folder: Path) -> None:
     assert flow.findings == []
 
 
-@pytest.mark.parametrize("case", ["together", "alone"])
-def test_two_ranks(case: str, tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=child, args=(rank, port, str(tmp_path), case)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-    errors = [path.read_text() for path in tmp_path.glob("error*")]
-    assert not errors, errors[0]
-    assert [process.exitcode for process in processes] == [0, 0]
+@pytest.mark.parametrize("work", [together, alone])
+def test_two_ranks(work: Any, tmp_path: Path) -> None:
+    on_ranks(work, tmp_path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from dynguard.testing import (
     embedding_event,
     gradient_event,
     loss_event,
+    on_ranks,
     parameter_event,
     run_info,
     tree_event,
@@ -347,3 +350,27 @@ def test_every_kind_of_hook_is_reached_in_a_run_or_by_hand() -> None:
     call(Guard(), "adjust_embeddings", event=embedding_event())
     call(All(), "on_trees", event=tree_event())
     assert set(told) == set(contract.ALL) - set(contract.SINKS)
+
+
+def sums(rank: int, path: Any) -> None:
+    total = torch.tensor(rank + 1.0)
+    torch.distributed.all_reduce(total)
+    (path / f"{rank}").write_text(str(float(total)))
+
+
+def fails_on_one(rank: int) -> None:
+    if rank == 1:
+        raise ZeroDivisionError("as planted")
+
+
+def dies(rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_work_on_ranks(tmp_path: Any) -> None:
+    on_ranks(sums, tmp_path, size=3)
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(3)] == ["6.0"] * 3
+    with pytest.raises(AssertionError, match=r"(?s)rank 1:.*as planted"):
+        on_ranks(fails_on_one)
+    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] have died"):
+        on_ranks(dies)

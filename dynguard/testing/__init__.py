@@ -27,6 +27,7 @@ from dynguard.testing.factories import (
     tree_event,
 )
 from dynguard.testing.faults import BadBatches, GradientFault, bad_batch, poison_gradient, scale_gradient
+from dynguard.testing.ranks import on_ranks
 from dynguard.testing.reads import DeviceReads, count_reads
 from dynguard.testing.sink import MemorySink
 from dynguard.testing.statistics import FakeStatistics
@@ -47,6 +48,7 @@ __all__ = [
     "gradient_event",
     "hooks_of",
     "loss_event",
+    "on_ranks",
     "parameter_event",
     "poison_gradient",
     "run_info",
